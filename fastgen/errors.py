@@ -99,6 +99,10 @@ class CaptureError(FastgenError):
     """A step cannot be captured, because a replay would differ, or a captured step is replayed after it was closed."""
 
 
+class RankError(FastgenError):
+    """One of the processes that share a model ended or does not answer; the others ended too."""
+
+
 class RecordingError(FastgenError):
     """A flight recording cannot be read or written, or is not one. The message starts with ``file:line:``."""
 

@@ -118,8 +118,17 @@ class LoadOptions:
     ] = None
     num_threads: Annotated[
         int | None,
-        Option("CPU threads that compute, for the whole process.", check=AT_LEAST_1, default="one for each core"),
+        Option("CPU threads that compute, for the whole model.", check=AT_LEAST_1, default="one for each core"),
     ] = None
+    tensor_parallel: Annotated[
+        int,
+        Option(
+            "Devices that share the model: GPUs of this machine, or parts of its CPUs, such as sockets.",
+            "Each has a process and a part of every layer; fastgen info MODEL --tensor-parallel N shows the parts. "
+            "parallel.md says more.",
+            check=AT_LEAST_1,
+        ),
+    ] = 1
     target: Annotated[
         str,
         Option(

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastgen.compile.backends.choose import choose_backend, target_facts
 from fastgen.compile.host.device import Device
 from fastgen.models.checkpoint.checkpoint import Checkpoint
-from fastgen.models.checkpoint.tensor_files import TensorHeader
+from fastgen.models.checkpoint.tensor_files import Read, TensorHeader
 from fastgen.models.measure import ModelBuild
 from fastgen.models.spec import (
     AttentionSpec,
@@ -158,16 +158,16 @@ class RandomWeights(Checkpoint):
         headers = {tensor.names[0]: TensorHeader(nowhere, tensor.shape, dtype) for tensor in spec.tensors()}
         return cls(nowhere, {}, headers, (), device)
 
-    def stream(self, names: Sequence[str]) -> Generator[tuple[str, Tensor]]:
+    def stream(self, reads: Sequence[Read]) -> Generator[tuple[Read, Tensor]]:
         generator = torch.Generator(self.device).manual_seed(0)
-        for name in names:
-            header = self.tensors[name]
+        for read in reads:
+            name, header = read.name, read.header
             tensor = torch.ones(header.shape, dtype=header.dtype, device=self.device)
             if len(header.shape) > 1:
                 # logits of a deviation of 3 are seldom won by a hair
                 gain = {"model.embed_tokens.weight": header.shape[1] ** 0.5, "lm_head.weight": 3.0}.get(name, 1.0)
                 tensor.normal_(0, gain * header.shape[1] ** -0.5, generator=generator)
-            yield name, tensor
+            yield read, tensor
 
 
 def llama_engine(

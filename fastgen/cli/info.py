@@ -14,6 +14,8 @@ from fastgen.options import LoadOptions
 from fastgen.version import __version__
 
 if TYPE_CHECKING:
+    from fastgen.models.shard.plan import ShardPlan
+    from fastgen.models.spec import ModelSpec
     from fastgen.runtime.memory.ledger import Ledger
     from fastgen.runtime.model_source import ModelSource
 
@@ -25,7 +27,7 @@ _PACKAGES = ("torch", "transformers", "triton")
 _LOAD = options.only(
     options.LOAD_ARGUMENTS,
     *("recipe", "device", "dtype", "target", "quantize", "token_budget", "max_num_seqs", "kv_cache_memory"),
-    *("block_size", "max_model_len", "num_threads", "revision", "allow_config_keys"),
+    *("block_size", "max_model_len", "num_threads", "tensor_parallel", "revision", "allow_config_keys"),
 )
 
 
@@ -45,7 +47,11 @@ def info(
         load_options = LoadOptions(model, **load)
         source = ModelSource.open(load_options)
         facts["model"] = _model_facts(source)
-        facts["engine"], ledger = _engine(load_options, source)
+        spec = source.spec
+        if load_options.tensor_parallel > 1:
+            plan = _plan(load_options, source)
+            facts["tensor_parallel"], spec = _plan_facts(plan), plan.ranks[0]
+        facts["engine"], ledger = _engine(load_options, source, spec)
     if as_json:
         print(json.dumps(facts if ledger is None else facts | {"ledger": ledger.as_json()}))
         return
@@ -55,7 +61,9 @@ def info(
             if value not in (None, []):
                 print(f"  {name.replace('_bytes', '').replace('_', ' '):20} {_for_people(name, value)}")
     if ledger is not None:
-        print("memory of the engine", *ledger.explained().splitlines(), sep="\n  ")
+        count = load.get("tensor_parallel", 1)
+        title = "memory of the engine" if count == 1 else f"memory of rank 0 of {count}"
+        print(title, *ledger.explained().splitlines(), sep="\n  ")
 
 
 def _versions() -> dict[str, str | None]:
@@ -106,11 +114,37 @@ def _model_facts(source: ModelSource) -> dict[str, Any]:
     }
 
 
-def _engine(load_options: LoadOptions, source: ModelSource) -> tuple[dict[str, Any], Ledger]:
-    """Returns the sizes and the memory of an engine that ``fastgen.load`` would make with these options."""
+def _plan(load_options: LoadOptions, source: ModelSource) -> ShardPlan:
+    """Returns how the model would be split over the ranks."""
+    from fastgen.compile.backends.choose import target_facts
+    from fastgen.compile.host.device import current
+    from fastgen.models.shard.plan import plan_shards
+    from fastgen.runtime.targets import parse_quantize
+
+    target = target_facts(load_options.target, current(load_options.device), num_threads=load_options.num_threads)
+    weight_format = parse_quantize(load_options.quantize, target.name)
+    return plan_shards(source.spec, load_options.tensor_parallel, source.dtype.itemsize, weight_format)
+
+
+def _plan_facts(plan: ShardPlan) -> dict[str, Any]:
+    return {
+        "ranks": len(plan.ranks),
+        "possible": [str(count) for count in plan.possible],
+        "a_rank_has": list(plan.parts),
+        "sums_of_a_step": plan.num_sums,
+        "weights_bytes": max(plan.weight_bytes),
+        "weights_bytes_of_all": sum(plan.weight_bytes),
+        "kv_bytes_per_token": plan.kv_bytes_per_token,
+    }
+
+
+def _engine(load_options: LoadOptions, source: ModelSource, spec: ModelSpec) -> tuple[dict[str, Any], Ledger]:
+    """Returns the sizes and the memory of an engine of ``spec``, the model or what a rank holds of it, that
+    ``fastgen.load`` would make with these options."""
     from fastgen.compile.backends.choose import target_facts
     from fastgen.compile.host.device import current
     from fastgen.models.measure import ModelBuild
+    from fastgen.runtime.arrangement import memory_of_rank, threads_of_rank
     from fastgen.runtime.config import resolve_engine_config
     from fastgen.runtime.memory.fit import blocks_of_sequence
     from fastgen.runtime.memory.ledger import MemoryModel
@@ -118,9 +152,10 @@ def _engine(load_options: LoadOptions, source: ModelSource) -> tuple[dict[str, A
 
     device = current(load_options.device)
     quantize = load_options.quantize
-    target = target_facts(load_options.target, device, num_threads=load_options.num_threads, quantize=quantize)
+    num_threads = threads_of_rank(load_options, device)
+    target = target_facts(load_options.target, device, num_threads=num_threads, quantize=quantize)
     weight_format = parse_quantize(quantize, target.name)
-    memory = MemoryModel(ModelBuild(source.spec, source.dtype, target, weight_format), device)
+    memory = MemoryModel(ModelBuild(spec, source.dtype, target, weight_format), memory_of_rank(device, spec.rank.count))
     config = resolve_engine_config(memory, load_options)
     blocks = blocks_of_sequence(memory, config.max_model_len, config.token_budget, config.block_size)
     sizes = {
@@ -135,7 +170,7 @@ def _engine(load_options: LoadOptions, source: ModelSource) -> tuple[dict[str, A
 
 def _for_people(name: str, value: Any) -> str:
     if isinstance(value, list):
-        return " ".join(value)
+        return ("\n" + 23 * " ").join(value) if name == "a_rank_has" else " ".join(value)
     if "_bytes" in name:
         unit, size = next(unit for unit in _UNITS if value >= unit[1])
         return f"{value / size:.1f} {unit}"

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 
 from fastgen.compile.backends.backend import Backend
+from fastgen.compile.backends.modules.collectives import HeadsOfRank, RankNorm
+from fastgen.compile.backends.modules.stored import NormParameters
 from fastgen.compile.backends.ops import ActivationOp, LinearOp, NormOp, NormWeights, Table
 from fastgen.compile.backends.reference import REFERENCE
 from fastgen.compile.ops.activation.reference import ACTIVATIONS
@@ -142,20 +144,23 @@ class _Builder:
             scale=unless_one(torch.tensor(spec.scale, dtype=self.dtype).item()),
             positions=positions if project is None else None,
             offset=offset,
+            first_id=spec.tokens.piece[0][0] if spec.tokens.piece else None,
             needed_by=self.shapes.needed_by(spec.node),
             positions_needed_by=positions_needed_by,
         )
         added = None
         if project is not None and positions is not None:
             added = self.ops.positions(positions, offset, needed_by=positions_needed_by)
-        return Embedding(look_up, project=project, positions=added, norm=norm)
+        sum_ranks = self.backend.all_reduce() if spec.sum_ranks else None
+        return Embedding(look_up, sum_ranks=sum_ranks, project=project, positions=added, norm=norm)
 
     def head(self, spec: HeadSpec, tokens: Table) -> Head:
         table = tokens if spec.weight is None else self.table(spec.weight, multiplies=True)
         project = self.linear([spec.project]) if spec.project else None
         logits = self.ops.head(table, self.shapes.head(spec))
         self.claim(spec.bias, logits.bias_slot)
-        return Head(logits, project=project)
+        gather = self.backend.gather() if spec.gather_ranks else None
+        return Head(logits, project=project, gather_ranks=gather, vocab_size=self.spec.vocab_size)
 
     def branch(self, spec: BranchSpec) -> Branch:
         read = self.read(spec.norm) if spec.norm else None
@@ -166,6 +171,7 @@ class _Builder:
             read,
             parts,
             add_part=self.ops.add(needed_by=self.pending.needed_by) if len(parts) > 1 else None,
+            sum_ranks=self.backend.all_reduce() if spec.sum_ranks else None,
             output_norm=output_norm,
             read_sum=self.read(spec.sum_norm) if spec.sum_norm else None,
         )
@@ -197,19 +203,36 @@ class _Builder:
 
     def attention(self, spec: AttentionSpec) -> Attention:
         qkv, output = self.linear([spec.q, spec.k, spec.v]), self.linear([spec.output])
+        of_ranks = [norm for norm in (spec.q_norm, spec.k_norm) if norm is not None and norm.over == "ranks"]
+        q_norm, k_norm = (None if norm in of_ranks else norm for norm in (spec.q_norm, spec.k_norm))
         attend = self.ops.attention(
             self.shapes.attention(spec),
             rotary=rotary_shape(spec.rotary) if spec.rotary else None,
-            q_norm=self.shapes.qk_norm(spec.q_norm),
-            k_norm=self.shapes.qk_norm(spec.k_norm),
+            q_norm=self.shapes.qk_norm(q_norm),
+            k_norm=self.shapes.qk_norm(k_norm),
             alibi=self.alibi(spec.alibi) if spec.alibi else None,
             needed_by=self.shapes.needed_by(spec.q.node),
         )
-        for qk_norm, weights in ((spec.q_norm, attend.q_norm), (spec.k_norm, attend.k_norm)):
+        for qk_norm, weights in ((q_norm, attend.q_norm), (k_norm, attend.k_norm)):
             if qk_norm is not None and weights is not None:
                 self.claim_norm(qk_norm.norm, weights)
         rotary = self.rotary(spec.rotary) if spec.rotary else None
-        return Attention(qkv, attend, output, kv_layer=self.next_kv_layer(), rotary=rotary)
+        rank_norm = self.rank_norm(spec) if of_ranks else None
+        return Attention(qkv, attend, output, kv_layer=self.next_kv_layer(), rotary=rotary, rank_norm=rank_norm)
+
+    def rank_norm(self, spec: AttentionSpec) -> RankNorm:
+        """Returns the norms of queries and keys over the heads of all ranks."""
+        norms, first = [], 0
+        dtype = self.backend.activation_dtype(self.dtype)
+        for qk_norm, linear in ((spec.q_norm, spec.q), (spec.k_norm, spec.k)):
+            end = first + linear.out_features
+            if qk_norm is not None and qk_norm.over == "ranks":
+                norm = self.shapes.norm(qk_norm.norm)
+                stored = NormParameters(norm.shape, weight=norm.weight, bias=norm.bias, dtype=dtype, device=self.device)
+                self.claim_norm(qk_norm.norm, stored)
+                norms.append(HeadsOfRank(first, end, norm.eps, norm.offset, stored))
+            first = end
+        return self.backend.rank_norm(norms, self.spec.rank.count)
 
     def latent_attention(self, spec: LatentAttentionSpec) -> LatentAttention:
         for up in (spec.k_up, spec.v_up):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from fastgen.compile.backends.ops import AddOp, NormOp, Ops
+from fastgen.compile.backends.ops import AddOp, AllReduceOp, NormOp, Ops
 from fastgen.layers.attention import Attention
 from fastgen.layers.embedding import Embedding
 from fastgen.layers.head import Head
@@ -39,7 +39,7 @@ class Branch(nn.Module):
 
     ``read`` reads the stream for all parts; without it each part reads the stream itself. The sum stays pending on the
     stream; ``read_sum``, if there is one, adds and norms it at once, and the stream continues with the result.
-    ``add_part`` sums the results of two parts.
+    ``add_part`` sums the results of two parts, ``sum_ranks`` what ranks have of the sum.
     """
 
     def __init__(
@@ -48,12 +48,13 @@ class Branch(nn.Module):
         parts: Iterable[Part],
         *,
         add_part: AddOp | None = None,
+        sum_ranks: AllReduceOp | None = None,
         output_norm: NormOp | None = None,
         read_sum: Reader | None = None,
     ):
         super().__init__()
         self.read, self.parts = read, nn.ModuleList(parts)
-        self.add_part, self.output_norm, self.read_sum = add_part, output_norm, read_sum
+        self.add_part, self.sum_ranks, self.output_norm, self.read_sum = add_part, sum_ranks, output_norm, read_sum
 
     def forward(self, stream: Stream, batch: RaggedBatch, kv_cache: PagedKVCache) -> None:
         inner = stream if self.read is None else Stream(self.read(stream))
@@ -62,6 +63,8 @@ class Branch(nn.Module):
         for part in parallel:
             assert self.add_part is not None
             out = self.add_part(out, part(inner, batch, kv_cache))
+        if self.sum_ranks is not None:
+            out = self.sum_ranks(out)
         stream.pending = out if self.output_norm is None else self.output_norm(out)
         if self.read_sum is not None:
             stream.x = self.read_sum(stream)

@@ -27,6 +27,7 @@ from fastgen.runtime.scheduling.scheduler import Scheduler
 from fastgen.runtime.step.faults import Failure, Phase, cause_of
 from fastgen.runtime.step.model_runner import ModelRunner
 from fastgen.runtime.step.observer import DrafterObserver, Observers
+from fastgen.runtime.step.plan_costs import PlanCosts
 from fastgen.runtime.step.run_ahead import awaited, tokens_to_come
 from fastgen.runtime.step.step import Step
 
@@ -44,7 +45,7 @@ class Engine:
 
     With ``runs_ahead`` a call of :meth:`step` returns the tokens of the step that the call before launched, and
     launches the forward pass of the next step before it waits for them. That needs a runner whose kernels sample on the
-    device.
+    device. ``ranks`` is how many processes the runner's model is shared by.
     """
 
     def __init__(
@@ -60,14 +61,16 @@ class Engine:
         drafter: NgramDrafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
         runs_ahead: bool = False,
+        ranks: int = 1,
     ):
         self.runner, self.scheduler = runner, scheduler
         self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, eos_token_ids
         self.grammars = grammars
-        self.clock, self._drafter, self._runs_ahead = clock, drafter, runs_ahead
+        self.clock, self._drafter, self._runs_ahead, self._ranks = clock, drafter, runs_ahead, ranks
         self._checks = RequestChecks(vocab_size, max_model_len, eos_token_ids, new_detokenizer is not None, grammars)
-        self.recorder = Recorder(engine_facts(scheduler, runs_ahead=runs_ahead), clock)
-        self.metrics = EngineMetrics(scheduler)
+        self.recorder = Recorder(engine_facts(scheduler, runs_ahead=runs_ahead, ranks=ranks), clock)
+        plan_costs = PlanCosts if ranks == 1 else lambda: runner.forward.plan_costs
+        self.metrics = EngineMetrics(scheduler, ranks=ranks, plan_costs=plan_costs)
         drafters = [] if drafter is None else [DrafterObserver(drafter)]
         self.observers = Observers(self.recorder, self.metrics, *drafters)
         self.answers = Answers(
@@ -100,7 +103,7 @@ class Engine:
         assert not self.has_work, "a policy is replaced between requests only"
         self.scheduler.use_policy(policy)
         others = [one for one in self.observers.each if one is not self.recorder]
-        facts = engine_facts(self.scheduler, runs_ahead=self._runs_ahead)
+        facts = engine_facts(self.scheduler, runs_ahead=self._runs_ahead, ranks=self._ranks)
         self.recorder = Recorder(facts, self.clock, first_step=self.recorder.next_step)
         self.recorder.snapshot(self.scheduler)
         self.observers.set(self.recorder, *others)
@@ -281,6 +284,15 @@ class Engine:
             self.observers.ran(step)
         self.answers.withdraw(step.sequences, step)
         self.answers.fail(step.sequences, step.error)
+
+    @property
+    def lost(self) -> str | None:
+        """Why no step can run any more; ``None`` while steps can."""
+        return self.runner.forward.lost
+
+    def close(self) -> None:
+        """Ends other processes that take part."""
+        self.runner.forward.close()
 
     def check_integrity(self) -> None:
         """Asserts that scheduler, blocks and open requests agree."""

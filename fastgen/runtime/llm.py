@@ -170,6 +170,7 @@ class LLM:
         with self._lock, interrupt_deferred():
             if self._engine is not None:
                 self._engine.cancel_all()
+                self._engine.close()
                 self._engine = None
         devices.return_freed_memory()
 

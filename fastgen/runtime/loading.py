@@ -8,12 +8,16 @@ from fastgen.arguments import takes
 from fastgen.compile.backends.choose import choose_backend, target_facts
 from fastgen.compile.host import device as devices
 from fastgen.models.measure import ModelBuild
+from fastgen.models.shard.shard import shard
+from fastgen.models.spec import Rank
 from fastgen.options import LoadOptions
+from fastgen.runtime.arrangement import check_arrangement, memory_of_rank, start_team, threads_of_rank
 from fastgen.runtime.assembly import build_engine
 from fastgen.runtime.config import resolve_engine_config
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.memory.ledger import MemoryModel
 from fastgen.runtime.model_source import ModelSource
+from fastgen.runtime.ranks.team import ending_on_error
 from fastgen.runtime.scheduling.policies import choose_policy
 from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
 from fastgen.runtime.targets import bundle_flags, parse_quantize, sealed_loader, sealed_target
@@ -30,18 +34,22 @@ def load(options: LoadOptions) -> LLM:
     """
     policy = choose_policy(options.policy, options.itl_target_ms)
     device = devices.current(options.device)
+    check_arrangement(options, device)
     source = ModelSource.open(options)
     name, sealed_arch = sealed_target(options, source.directory, device)
+    num_threads = threads_of_rank(options, device)
     facts = target_facts(
         name,
         device,
-        num_threads=options.num_threads,
+        num_threads=num_threads,
         sealed=options.sealed is not False,
         sealed_arch=sealed_arch,
         quantize=options.quantize,
     )
-    described = ModelBuild(source.spec, source.dtype, facts, parse_quantize(options.quantize, facts.name))
-    memory = MemoryModel(described, device)
+    weight_format = parse_quantize(options.quantize, facts.name)
+    spec = shard(source.spec, Rank(0, options.tensor_parallel), weight_format)
+    described = ModelBuild(spec, source.dtype, facts, weight_format)
+    memory = MemoryModel(described, memory_of_rank(device, options.tensor_parallel))
     config = resolve_engine_config(memory, options)
     policy.check(config.max_num_seqs)
     codec = TextCodec.from_checkpoint(source.directory, source.checkpoint.config)
@@ -54,11 +62,15 @@ def load(options: LoadOptions) -> LLM:
         token_budget=config.token_budget,
         max_num_seqs=config.max_num_seqs,
         max_prompt_rows=PROMPT_LOGITS_ROWS,
-        num_threads=options.num_threads,
+        num_threads=num_threads,
         sealed=bundle,
     )
     ledger = memory.ledger(config)
-    with devices.being_current(device.torch_device):
+    team = None
+    if options.tensor_parallel > 1:
+        team = start_team(source, described, config, device, facts.name, num_threads, ledger)
+        backend.ranks = team.own_ranks
+    with devices.being_current(device.torch_device), ending_on_error(team):
         engine = build_engine(
             described,
             config,
@@ -69,6 +81,7 @@ def load(options: LoadOptions) -> LLM:
             ledger=ledger,
             policy=policy,
             aging_s=options.aging_s,
+            team=team,
         )
     return LLM(engine, codec, spec=source.spec, config=config, ledger=ledger, name=str(options.model))
 

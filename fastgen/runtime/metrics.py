@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -20,6 +20,7 @@ from fastgen.runtime.requests.outputs import FinishReason
 from fastgen.runtime.requests.request import Request, Sequence
 from fastgen.runtime.scheduling.scheduler import Scheduler
 from fastgen.runtime.step.observer import Observer
+from fastgen.runtime.step.plan_costs import PlanCosts
 from fastgen.runtime.step.step import Step
 
 # Two bounds an octave apart hold all times within a factor of two, from a step on a GPU to a long wait.
@@ -94,6 +95,11 @@ class Metrics:
     kv_blocks_cached: int
     # Steps with decodes that took longer than ``itl_target_ms``; 0 if there is no target.
     itl_target_missed_total: int
+    # Processes that share the model, and what the first one spent on plans for the others.
+    ranks: int
+    rank_plans_total: int
+    rank_plan_bytes_total: int
+    rank_plan_seconds_total: float
     # Times of steps, by the captured size that their tokens fit in.
     step_seconds: Mapping[int, Histogram]
     # From submission until the first token of a request was scheduled.
@@ -109,8 +115,8 @@ class Metrics:
 class EngineMetrics(Observer):
     """The counters behind :class:`Metrics`."""
 
-    def __init__(self, scheduler: Scheduler):
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, *, ranks: int = 1, plan_costs: Callable[[], PlanCosts] = PlanCosts):
+        self._scheduler, self._ranks, self._plan_costs = scheduler, ranks, plan_costs
         self._requests = self._prompt_tokens = self._generation_tokens = 0
         self._computed_tokens = self._padding_tokens = self._preemptions = self._targets_missed = 0
         self._finished: Counter[FinishReason] = Counter()
@@ -166,7 +172,7 @@ class EngineMetrics(Observer):
         cache = scheduler.kv.prefix_cache
         prefix_cache = PrefixCacheStatistics() if cache is None else cache.statistics
         running = {sequence.request.request_id for sequence in scheduler.running}
-        waiting = scheduler.waiting.request_ids - running
+        waiting, plans = scheduler.waiting.request_ids - running, self._plan_costs()
         return Metrics(
             requests_running=len(running),
             requests_waiting=len(waiting),
@@ -186,6 +192,10 @@ class EngineMetrics(Observer):
             kv_blocks_held=pool.capacity - scheduler.reservations.num_free,
             kv_blocks_cached=pool.num_cached,
             itl_target_missed_total=self._targets_missed,
+            ranks=self._ranks,
+            rank_plans_total=plans.num_plans,
+            rank_plan_bytes_total=plans.num_bytes,
+            rank_plan_seconds_total=plans.took_s,
             step_seconds={size: tally.histogram() for size, tally in sorted(self._steps.items())},
             queue_seconds=self._queue.histogram(),
             ttft_seconds=self._ttft.histogram(),

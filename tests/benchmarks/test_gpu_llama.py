@@ -64,7 +64,8 @@ def test_llama_2_7b_has_the_published_size() -> None:
 
 def test_weights_are_drawn_the_same_each_time_and_keep_the_size_of_activations() -> None:
     weights = RandomWeights.of(llama_spec(TOY), torch.float32, torch.device("cpu"))
-    once, again = (dict(weights.stream(list(weights.tensors))) for _ in range(2))
+    reads = [weights.read(name) for name in weights.tensors]
+    once, again = ({read.name: tensor for read, tensor in weights.stream(reads)} for _ in range(2))
     assert {name: tensor.shape for name, tensor in once.items()} == {
         name: header.shape for name, header in weights.tensors.items()
     }

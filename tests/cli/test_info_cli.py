@@ -10,6 +10,7 @@ import pytest
 from safetensors import safe_open
 
 import fastgen
+from benchmarks.cpu.ledger import held_bytes
 from fastgen.cli.options import in_flags
 from fastgen.compile.backends import choose
 from fastgen.compile.host.device import current
@@ -90,6 +91,39 @@ def test_the_memory_of_an_engine_is_that_of_the_engine(run) -> None:
     assert f"  full length requests {fits}\n" in out
     assert out.endswith("memory of the engine\n" + "".join(f"  {line}\n" for line in table))
     assert sum(row["size_bytes"] for row in printed["rows"]) == printed["total_bytes"]
+
+
+def test_the_parts_of_ranks(run) -> None:
+    """Before a weight is read: heads, features and tokens of a rank, and bytes that add up."""
+    facts = json.loads(run("info", "tiny-llama", "--json", "--tensor-parallel", "2", "--token-budget", "40").out)
+    model, plan = facts["model"], facts["tensor_parallel"]
+    config = json.loads((BUILTINS["tiny-llama"] / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    layers, features = config["num_hidden_layers"], config["intermediate_size"]
+    assert plan["ranks"] == 2
+    assert "2" in plan["possible"]
+    assert plan["a_rank_has"] == [
+        f"vocabulary: {config['vocab_size'] // 2} of {config['vocab_size']} tokens",
+        f"{layers} x attention: {heads // 2} of {heads} heads, {kv_heads // 2} of {kv_heads} KV heads",
+        f"{layers} x feed-forward: {features // 2} of {features} features",
+    ]
+    assert plan["sums_of_a_step"] == 1 + 2 * layers
+    assert model["weights_bytes"] < plan["weights_bytes_of_all"] < 1.01 * model["weights_bytes"]  # norms are whole
+    assert plan["kv_bytes_per_token"] == model["kv_bytes_per_token"] // 2
+    with fastgen.load("tiny-llama", tensor_parallel=2, token_budget=40) as llm:
+        assert facts["ledger"] == llm.ledger.as_json()
+        held = held_bytes(llm._engine)
+    rows = {row["name"]: row["size_bytes"] for row in facts["ledger"]["rows"]}
+    assert {name: size for name, size in held.items() if size} == {name: rows[name] for name in held if held[name]}
+    out = run("info", "tiny-llama", "--tensor-parallel", "2").out
+    assert "\nmemory of rank 0 of 2\n" in out
+    assert f"\n  a rank has           {plan['a_rank_has'][0]}\n{23 * ' '}{plan['a_rank_has'][1]}\n" in out
+
+
+def test_ranks_that_do_not_divide_the_model_are_refused(run) -> None:
+    done = run("info", "tiny-llama", "--tensor-parallel", "3")
+    assert done.status == 1
+    assert "heads cannot be split evenly; LlamaForCausalLM can be split over 1, 2" in done.err
 
 
 def test_how_many_requests_of_full_length_fit(run) -> None:

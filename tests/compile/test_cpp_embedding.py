@@ -13,7 +13,7 @@ from fastgen.compile.host.thread_pool import load_thread_pool
 from fastgen.compile.ops.add.cpp import AddKernel, add_spec
 from fastgen.compile.ops.add.reference import scaled_add
 from fastgen.compile.ops.embedding.cpp import EmbeddingKernel, embedding_spec
-from fastgen.compile.ops.embedding.reference import embed, resolve_token_ids
+from fastgen.compile.ops.embedding.reference import embed, embed_some, resolve_token_ids
 from fastgen.compile.spec import KernelSpec, torch_dtype
 from fastgen.compile.weights.packed import PackedWeight, WeightFormat, formats_of
 
@@ -78,6 +78,20 @@ def test_rows_of_a_table_as_it_is_stored(loaders: dict[str, KernelLoader], dtype
         assert torch.equal(out, looked_up)
         positions(places, out, where)
         assert torch.equal(out, looked_up + embed(where + 2, places).float())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_other_ranks_rows_are_zeros(loaders: dict[str, KernelLoader], packed: bool) -> None:
+    generator, arch = torch.Generator().manual_seed(5), ARCHES[0]
+    for num_rows, size in ((25, 3), (33, 32)):
+        kernel = load(loaders[arch], embedding_spec(arch, "fp32", packed=packed, scale=2.0, rows=(20, num_rows)))
+        table = torch.randn(num_rows, size, generator=generator)
+        weight = PackedWeight("fp32", num_rows, size, arch)
+        weight.write(0, table)
+        ids, out = some_ids(80, generator), torch.full((23, size), torch.nan)
+        kernel(weight if packed else table, out, *ids)
+        assert torch.equal(out, 2 * embed_some(resolve_token_ids(*ids), table, 20))
+        assert 0 < out.any(1).sum() < 23
 
 
 @pytest.mark.parametrize("arch", ARCHES)

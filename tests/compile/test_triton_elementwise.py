@@ -15,7 +15,7 @@ from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TRITON_ARCHES, TritonBuilder
 from fastgen.compile.ops.activation.reference import ACTIVATIONS
 from fastgen.compile.ops.activation.triton import ActivationKernel, activation_spec
-from fastgen.compile.ops.embedding.reference import embed, resolve_token_ids
+from fastgen.compile.ops.embedding.reference import embed, embed_some, resolve_token_ids
 from fastgen.compile.ops.embedding.triton import EmbeddingKernel, RowGatherKernel, embedding_spec, row_gather_spec
 from fastgen.compile.spec import torch_dtype
 
@@ -117,6 +117,21 @@ def test_embeddings(loader: KernelLoader) -> None:
         ("fp32", "fp16", "bf16"), ("fp32", "bf16"), (1.0, 45.25), (None, 0, 2)
     ):
         check_embedding(loader, draw.choice(SIZES), dtype, table_dtype, scale, offset, draw.choice([0, 1, 5]))
+
+
+@pytest.mark.parametrize("offset", [None, 2])
+def test_other_ranks_rows_are_zeros(loader: KernelLoader, offset: int | None) -> None:
+    """Positions are added to them all the same."""
+    generator = torch.Generator().manual_seed(6)
+    table, places = (torch.randn(20, 33, generator=generator) for _ in range(2))
+    ids, positions = (torch.randint(0, most, (9,), generator=generator).int() for most in (80, 18))
+    source, sampled = torch.full((9,), -1, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    out = torch.full((10, 33), torch.nan)
+    spec = embedding_spec(33, "fp32", scale=2.0, position_offset=offset, rows=(20, 20))
+    EmbeddingKernel(loader.load(spec))(ids, source, sampled, table, out[:-1], positions, places)
+    want = 2 * embed_some(ids, table, 20)
+    assert 0 < want.any(1).sum() < 9
+    check(out, want if offset is None else want + embed(positions + offset, places), "fp32", str(spec))
 
 
 def test_row_gathers(loader: KernelLoader) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastgen.errors import CheckpointError, RecipeError
 from fastgen.models.checkpoint.checkpoint import Checkpoint
+from fastgen.models.checkpoint.tensor_files import Read
 from fastgen.models.checkpoint.weights import WeightSlot, load_weights
 from fastgen.models.spec import Layout, NodeRef, TensorSpec
 
@@ -109,9 +110,9 @@ def test_a_shared_tensor_is_read_and_counted_once(tmp_path: Path, monkeypatch: p
     asked: list[str] = []
     stream = Checkpoint.stream
 
-    def counted(self: Checkpoint, names: Sequence[str]) -> object:
-        asked.extend(names)
-        return stream(self, names)
+    def counted(self: Checkpoint, reads: Sequence[Read]) -> object:
+        asked.extend(read.name for read in reads)
+        return stream(self, reads)
 
     monkeypatch.setattr(Checkpoint, "stream", counted)
     reports: list[tuple[int, int]] = []

@@ -168,7 +168,7 @@ def test_scores_of_a_prompt_take_what_the_ledger_says(find: Find) -> None:
         runner = llm._engine.runner
         hidden = torch.randn(BUDGET, llm.spec.hidden_size)
         with torch.inference_mode(), AllocationPeak() as peak:
-            runner._row_logprobs(hidden, list(range(BUDGET)), 21)
+            runner._row_logprobs(hidden, 0, list(range(BUDGET)), 21)
         phases = memory_model(llm, "torch fp32").temporaries(llm.config)
         most = max(math.prod(tensor.stored_shape) for tensor in llm.spec.tensors())
         assert phases["loading the largest tensor"] == 4 * most

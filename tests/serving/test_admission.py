@@ -32,6 +32,8 @@ def engine(step_s: dict[int, float], *, looked_up: int = 0, hits: int = 0) -> Me
     caches = {"lookup_tokens": looked_up, "hit_tokens": hits, "evictions": 0}
     fields |= {f"prefix_cache_{name}_total": value for name, value in caches.items()} | dict.fromkeys(gauges, 0)
     fields |= dict.fromkeys(("kv_blocks", "kv_blocks_held", "kv_blocks_cached"), 0)
+    plans = {f"rank_plan{name}_total": 0 for name in ("s", "_bytes", "_seconds")}
+    fields |= {"ranks": 1} | plans
     fields |= dict.fromkeys(("queue_seconds", "ttft_seconds", "gap_seconds", "request_seconds"), none)
     return Metrics(**fields, sequences_finished_total={}, step_seconds=steps)
 

@@ -82,6 +82,10 @@ def test_without_a_rolling_batch_and_a_size_the_policy_is_splitfuse(tmp_path: Pa
     assert translated(tmp_path, "option.rolling_batch=disable").arguments == {"policy": "splitfuse"}
 
 
+def test_several_devices(tmp_path: Path) -> None:
+    assert translated(tmp_path, "option.tensor_parallel_degree=2").arguments == {"tensor_parallel": 2}
+
+
 @pytest.mark.parametrize(
     ("given", "dtype"), [("fp32", "float32"), ("FP16", "float16"), ("bf16", "bfloat16"), ("auto", "auto")]
 )
@@ -92,7 +96,6 @@ def test_dtypes(tmp_path: Path, given: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("option.tensor_parallel_degree=2", "cannot be split over several devices yet"),
         ("option.tensor_parallel_degree=0", "an integer of at least 1"),
         ("option.max_rolling_batch_size=many", "an integer of at least 1"),
         ("option.max_rolling_batch_prefill_tokens=-1", "an integer of at least 1"),

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fastgen.compile.backends.kernels import KernelSet
-from fastgen.compile.backends.ops import Ops
+from fastgen.compile.backends.modules.collectives import AllReduce, Gather, HeadsOfRank, RankNorm
+from fastgen.compile.backends.ops import AllReduceOp, GatherOp, Ops
 from fastgen.compile.backends.shapes import ModelShape
 from fastgen.compile.backends.target import TargetFacts
 from fastgen.compile.build.loader import KernelLoader, Progress
 from fastgen.compile.capture.cuda_graph import GraphPool
+from fastgen.compile.host.ranks import DescribedRanks, Ranks
 from fastgen.compile.host.thread_pool import ThreadPool
 from fastgen.compile.ops.next_decodes.cpp import NextDecodesKernel
 from fastgen.compile.ops.sampling import cpp, triton
@@ -29,7 +32,7 @@ class Backend(ABC):
 
     Ops are made first, by :meth:`ops` and the methods below it. :meth:`build` then builds their kernels, several at a
     time, and from there on they run. A backend is made of the ``facts`` of its target alone; only :meth:`build` and
-    what runs afterwards need a ``loader``.
+    what runs afterwards need a ``loader``. Where several processes share a model, ``ranks`` connects this one to all.
     """
 
     # How an engine runs steps: by calling the modules, from tapes recorded when they first occur, or from graphs that
@@ -40,6 +43,7 @@ class Backend(ABC):
 
     def __init__(self, facts: TargetFacts, loader: KernelLoader | None = None):
         self.facts, self.loader = facts, loader
+        self.ranks: Ranks = DescribedRanks()
         self.kernels = KernelSet(loader)
 
     def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -49,6 +53,18 @@ class Backend(ABC):
     @abstractmethod
     def ops(self, model: ModelShape) -> Ops:
         """Returns what makes the ops of a model."""
+
+    def all_reduce(self) -> AllReduceOp:
+        """Returns the sum over all ranks."""
+        return AllReduce(self.ranks)
+
+    def gather(self) -> GatherOp:
+        """Returns what gathers columns of all ranks on rank 0."""
+        return Gather(self.ranks)
+
+    def rank_norm(self, norms: Sequence[HeadsOfRank], num_ranks: int) -> RankNorm:
+        """Returns the norms of queries and keys over the heads of all ranks."""
+        return RankNorm(self.all_reduce(), norms, num_ranks)
 
     def kv_storage(
         self,

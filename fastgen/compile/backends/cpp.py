@@ -25,7 +25,7 @@ from fastgen.compile.backends.modules.cpp import (
 )
 from fastgen.compile.backends.modules.reference import router_correction
 from fastgen.compile.backends.modules.stored import NormParameters
-from fastgen.compile.backends.ops import Ops
+from fastgen.compile.backends.ops import AllReduceOp, GatherOp, Ops
 from fastgen.compile.backends.ops import Table as AnyTable
 from fastgen.compile.backends.shapes import (
     ActivationShape,
@@ -43,6 +43,7 @@ from fastgen.compile.backends.shapes import (
 from fastgen.compile.backends.target import TargetFacts
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.capture.tape import tape_spec
+from fastgen.compile.host.rank_memory import SharedRanks
 from fastgen.compile.host.thread_pool import ThreadPool, load_thread_pool, thread_pool_spec
 from fastgen.compile.host.workspace import Workspace
 from fastgen.compile.ops.activation.cpp import ActivationKernel, activation_spec
@@ -65,6 +66,7 @@ from fastgen.compile.ops.linear.cpp import LinearKernel, linear_spec
 from fastgen.compile.ops.next_decodes.cpp import NextDecodesKernel, next_decodes_spec
 from fastgen.compile.ops.norm.cpp import NormKernel, norm_spec
 from fastgen.compile.ops.qkv.cpp import QkvKernel, qkv_spec
+from fastgen.compile.ops.ranks.cpp import AllReduceKernel, GatherKernel, all_reduce_spec, gather_columns_spec
 from fastgen.compile.ops.sampling.cpp import SamplingKernel, sampling_spec
 from fastgen.compile.ops.softcap.cpp import SoftcapKernel, softcap_spec
 from fastgen.compile.spec import KernelSpec, dtype_name
@@ -91,6 +93,18 @@ class CppBackend(Backend):
     def ops(self, model: ModelShape) -> CppOps:
         """Returns what makes the ops of a model."""
         return CppOps(self, model)
+
+    def all_reduce(self) -> AllReduceOp:
+        """Returns the sum over all ranks: a kernel, where they share memory."""
+        if not isinstance(self.ranks, SharedRanks):
+            return super().all_reduce()
+        return AllReduceKernel(self.kernels.kernel(all_reduce_spec(self.facts.arch)), self.ranks)
+
+    def gather(self) -> GatherOp:
+        """Returns what gathers columns of all ranks on rank 0: a kernel, where they share memory."""
+        if not isinstance(self.ranks, SharedRanks):
+            return super().gather()
+        return GatherKernel(self.kernels.kernel(gather_columns_spec()), self.ranks)
 
     def kv_storage(
         self,
@@ -179,13 +193,15 @@ class CppOps(Ops):
         scale: float | None = None,
         positions: AnyTable | None = None,
         offset: int = 0,
+        first_id: int | None = None,
         needed_by: tuple[str, ...] = (),
         positions_needed_by: tuple[str, ...] = (),
     ) -> Embedding:
         table = cast(Table, tokens)
         packed = isinstance(table, PackedTable)
         table_format = str(table.packed.format) if isinstance(table, PackedTable) else self._dtype_name
-        spec = embedding_spec(self._arch, table_format, packed=packed, scale=scale, needed_by=needed_by)
+        rows = None if first_id is None else (first_id, table.num_rows)
+        spec = embedding_spec(self._arch, table_format, packed=packed, scale=scale, rows=rows, needed_by=needed_by)
         kernel = EmbeddingKernel(self._kernel(spec))
         added = None if positions is None else self.positions(positions, offset, needed_by=positions_needed_by)
         return Embedding(table, kernel, added)

@@ -84,6 +84,16 @@ class AddNormOp(Protocol):
         """Returns ``x + scale * y``, which may be ``x`` itself, and the norm of the sum: all ``[T, H]``."""
 
 
+class AllReduceOp(Protocol):
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns the sum over all ranks, in ``x [T, H]`` itself: that of rank 0, plus that of rank 1, and so on."""
+
+
+class GatherOp(Protocol):
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Writes the columns ``x [R, n]`` of all ranks side by side into ``out [R, V]`` of rank 0."""
+
+
 class ActivationOp(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """Returns ``act(x)``, or if it is gated ``act(gate) * up`` of ``x [T, 2F]``, the gate in the first half."""
@@ -187,10 +197,14 @@ class Ops(ABC):
         scale: float | None = None,
         positions: Table | None = None,
         offset: int = 0,
+        first_id: int | None = None,
         needed_by: tuple[str, ...] = (),
         positions_needed_by: tuple[str, ...] = (),
     ) -> EmbeddingOp:
-        """Makes the look-up of ``tokens``, and of ``positions`` where they are added to it directly."""
+        """Makes the look-up of ``tokens``, and of ``positions`` where they are added to it directly.
+
+        With a ``first_id`` the table has the rows of that id and those behind it; other ids give zeros.
+        """
 
     @abstractmethod
     def positions(self, table: Table, offset: int, *, needed_by: tuple[str, ...] = ()) -> PositionsOp:

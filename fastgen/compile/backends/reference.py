@@ -74,11 +74,12 @@ class ReferenceOps(Ops):
         scale: float | None = None,
         positions: AnyTable | None = None,
         offset: int = 0,
+        first_id: int | None = None,
         needed_by: tuple[str, ...] = (),
         positions_needed_by: tuple[str, ...] = (),
     ) -> Embedding:
         added = None if positions is None else self.positions(positions, offset)
-        return Embedding(cast(Table, tokens), scale, added)
+        return Embedding(cast(Table, tokens), scale, added, first_id)
 
     def positions(self, table: AnyTable, offset: int, *, needed_by: tuple[str, ...] = ()) -> Positions:
         return Positions(cast(Table, table), offset)

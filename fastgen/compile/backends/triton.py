@@ -154,6 +154,7 @@ class TritonOps(Ops):
         scale: float | None = None,
         positions: Table | None = None,
         offset: int = 0,
+        first_id: int | None = None,
         needed_by: tuple[str, ...] = (),
         positions_needed_by: tuple[str, ...] = (),
     ) -> Embedding:
@@ -164,6 +165,7 @@ class TritonOps(Ops):
             table_dtype=table.weight_format or "",
             scale=1.0 if scale is None else scale,
             position_offset=None if positions is None else offset,
+            rows=None if first_id is None else (first_id, table.num_rows),
             needed_by=needed_by,
         )
         return Embedding(table, EmbeddingKernel(self._kernel(spec)), cast(StoredTable | None, positions))

@@ -9,12 +9,13 @@ from itertools import accumulate
 from fastgen.errors import OutOfMemoryError
 from fastgen.lab.devices.datasheets import Datasheet
 from fastgen.lab.devices.roofline import Efficiency, Roofline, model_build, roofline
-from fastgen.lab.devices.shards import parallel_sizes, shard
+from fastgen.lab.devices.shards import shard
 from fastgen.lab.metrics.goodput import SLO
 from fastgen.lab.models import DescribedModel
 from fastgen.lab.plan.capacity import Capacity, Shape, ShardMemory, Sizes, capacity
 from fastgen.lab.plan.steady import Steady, steady_states, with_waiting
 from fastgen.lab.records import RequestRecord
+from fastgen.models.shard.obstacles import parallel_sizes
 from fastgen.runtime.step_cost.cost import StepCost
 
 # Token budgets that are tried where none is given.

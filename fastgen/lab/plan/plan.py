@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fastgen.errors import OutOfMemoryError
-from fastgen.lab.devices.shards import parallel_sizes
 from fastgen.lab.plan.arrangements import Arrangement, Point, Question, Refusal, arrangements, pareto_front
 from fastgen.lab.plan.capacity import Capacity, ShardMemory, capacity
 from fastgen.lab.plan.misses import Miss, misses
 from fastgen.lab.plan.simulated import Simulated, confirmed
+from fastgen.models.shard.obstacles import parallel_sizes
 
 # Budgets beside the best one that are simulated too.
 _NEIGHBOURS = 1

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastgen.errors import CheckpointError
 from fastgen.models.checkpoint.files import WEIGHT_FILES, is_index, read_index, read_json_object, weights_entry
 from fastgen.models.checkpoint.kinds import other_format
-from fastgen.models.checkpoint.tensor_files import TensorHeader, read_headers, stream_tensors
+from fastgen.models.checkpoint.tensor_files import Read, Stretches, TensorHeader, read_headers, stream_tensors
 
 # Most names that an error lists of each kind.
 _LISTED = 20
@@ -60,17 +60,21 @@ class Checkpoint:
             return cls(directory, config, read_headers(directory / entry))
         return cls(directory, config, *_read_shards(directory, entry))
 
-    def stream(self, names: Sequence[str]) -> Generator[tuple[str, Tensor]]:
-        """Yields the named tensors, file by file, each as it is stored and valid until the next one is requested.
+    def read(self, name: str, stretches: tuple[Stretches, ...] | None = None) -> Read:
+        """Returns what :meth:`stream` is asked for: a tensor, or the ``stretches`` of each of its axes."""
+        return Read(name, self.tensors[name], stretches)
+
+    def stream(self, reads: Sequence[Read]) -> Generator[tuple[Read, Tensor]]:
+        """Yields what ``reads`` ask for, file by file, each as it is stored and valid until the next one is requested.
 
         At most the size of the largest of these tensors (or 8 MiB) is resident at a time.
         """
-        by_file: dict[Path, dict[str, TensorHeader]] = defaultdict(dict)
-        for name in names:
-            by_file[self.tensors[name].file][name] = self.tensors[name]
-        window_bytes = max([self.tensors[name].size_bytes for name in names] + [_MIN_WINDOW_BYTES])
-        for file, headers in by_file.items():
-            yield from stream_tensors(file, headers, window_bytes=window_bytes)
+        by_file: dict[Path, list[Read]] = defaultdict(list)
+        for read in reads:
+            by_file[read.header.file].append(read)
+        window_bytes = max([read.size_bytes for read in reads] + [_MIN_WINDOW_BYTES])
+        for file, its_reads in by_file.items():
+            yield from stream_tensors(file, its_reads, window_bytes=window_bytes)
 
 
 def _no_weights(directory: Path) -> str:

@@ -7,7 +7,7 @@ unmapped, so a file is read in *windows*: each window opens the file again and c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +57,26 @@ class TensorHeader:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+# Stretches of one axis, each from a first index to an end.
+Stretches = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Read:
+    """A stored tensor that is read: all of it, or on each axis the ``stretches``, end to end."""
+
+    name: str
+    header: TensorHeader
+    stretches: tuple[Stretches, ...] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        if self.stretches is None:
+            return self.header.size_bytes
+        lengths = (sum(end - first for first, end in axis) for axis in self.stretches)
+        return math.prod(lengths) * self.header.dtype.itemsize
+
+
 def read_headers(file: Path) -> dict[str, TensorHeader]:
     """Returns the headers of all tensors of ``file`` without reading a weight.
 
@@ -67,10 +87,8 @@ def read_headers(file: Path) -> dict[str, TensorHeader]:
     return _explained(file, lambda: read(file))
 
 
-def stream_tensors(
-    file: Path, headers: Mapping[str, TensorHeader], *, window_bytes: int
-) -> Generator[tuple[str, Tensor]]:
-    """Yields the tensors named by ``headers``, in that order, on the CPU, as they are stored.
+def stream_tensors(file: Path, reads: Sequence[Read], *, window_bytes: int) -> Generator[tuple[Read, Tensor]]:
+    """Yields the tensors of ``reads``, in that order, on the CPU, as they are stored. All of them are in ``file``.
 
     Each tensor is valid until the next one is requested and must be dropped by then, because a live tensor keeps its
     window mapped. At most ``window_bytes``, or one tensor if that is larger, are resident at a time. ``.bin`` files in
@@ -78,23 +96,37 @@ def stream_tensors(
     tensor is freed after use.
     """
     open_file = _open_safetensors if file.suffix == ".safetensors" else _open_torch
-    for names in _windows(headers, window_bytes if _can_map(file) else None):
+    for window in _windows(reads, window_bytes if _can_map(file) else None):
         with open_file(file) as take:
-            for name in names:
-                yield name, take(name)
+            for read in window:
+                yield read, take(read)
 
 
-def _windows(headers: Mapping[str, TensorHeader], window_bytes: int | None) -> Iterator[list[str]]:
-    window: list[str] = []
+def _windows(reads: Sequence[Read], window_bytes: int | None) -> Iterator[list[Read]]:
+    window: list[Read] = []
     held = 0
-    for name, header in headers.items():
-        if window and window_bytes is not None and held + header.size_bytes > window_bytes:
+    for read in reads:
+        if window and window_bytes is not None and held + read.size_bytes > window_bytes:
             yield window
             window, held = [], 0
-        window.append(name)
-        held += header.size_bytes
+        window.append(read)
+        held += read.size_bytes
     if window:
         yield window
+
+
+def _stretched(source: Any, stretches: Sequence[Stretches]) -> Tensor:
+    """Returns the stretches of each axis of ``source`` end to end: a tensor, or a file's entry that reads what it is
+    asked for."""
+    whole = [slice(None)] * len(stretches)
+    for axis, found in enumerate(stretches):
+        if len(found) != 1:
+            # One axis at a time, so that each piece is read once.
+            parts = (_stretched(source, [*stretches[:axis], (one,), *stretches[axis + 1 :]]) for one in found)
+            return torch.cat(list(parts), dim=axis)
+        whole[axis] = slice(*found[0])
+    piece: Tensor = source[tuple(whole)]
+    return piece
 
 
 def _safetensors_headers(file: Path) -> dict[str, TensorHeader]:
@@ -110,9 +142,16 @@ def _safetensors_header(file: Path, name: str, entry: Any) -> TensorHeader:
 
 
 @contextmanager
-def _open_safetensors(file: Path) -> Iterator[Callable[[str], Tensor]]:
+def _open_safetensors(file: Path) -> Iterator[Callable[[Read], Tensor]]:
     with _explained(file, lambda: safe_open(file, framework="pt")) as opened:
-        yield opened.get_tensor
+
+        def take(read: Read) -> Tensor:
+            if read.stretches is None:
+                whole: Tensor = opened.get_tensor(read.name)
+                return whole
+            return _stretched(opened.get_slice(read.name), read.stretches)
+
+        yield take
 
 
 def _torch_headers(file: Path) -> dict[str, TensorHeader]:
@@ -128,10 +167,17 @@ def _torch_headers(file: Path) -> dict[str, TensorHeader]:
 
 
 @contextmanager
-def _open_torch(file: Path) -> Iterator[Callable[[str], Tensor]]:
+def _open_torch(file: Path) -> Iterator[Callable[[Read], Tensor]]:
     mapped = _can_map(file)
     table = _explained(file, lambda: torch.load(file, map_location="cpu", weights_only=True, mmap=mapped))
-    yield table.pop
+
+    def take(read: Read) -> Tensor:
+        if read.stretches is None:
+            whole: Tensor = table.pop(read.name)
+            return whole
+        return _stretched(table[read.name], read.stretches).clone()
+
+    yield take
 
 
 def _can_map(file: Path) -> bool:

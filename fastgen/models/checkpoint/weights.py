@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -17,6 +17,8 @@ from torch import Tensor
 from fastgen.compile.weights.rows import Rows
 from fastgen.errors import CheckpointError, RecipeError
 from fastgen.models.checkpoint.checkpoint import FLOAT_DTYPES, Checkpoint, listing
+from fastgen.models.checkpoint.pieces import StoredPiece, stored_piece
+from fastgen.models.checkpoint.tensor_files import Read
 from fastgen.models.spec import Layout, TensorSpec
 
 _COMPARED_ELEMENTS = 1 << 20
@@ -58,22 +60,52 @@ def load_weights(
     dtypes. ``ignored`` holds glob patterns of tensors that may stay unclaimed. If a tensor is present under several of
     its spellings, all copies must be equal. A weight that is not finite, in the file or after conversion, is an error.
 
+    Of a tensor of which a rank holds a piece, only that piece is read.
+
     ``progress(bytes_done, bytes_total)`` is called after each tensor. Beside the targets, this uses memory for about
     one of the largest tensors.
     """
-    fills, copies = _match(checkpoint, slots, ignored)
-    bytes_total = sum(checkpoint.tensors[name].size_bytes for name in (*fills, *copies))
+    filled, compared = (_fills(checkpoint, assigned) for assigned in _match(checkpoint, slots, ignored))
+    bytes_total = sum(read.size_bytes for read in (*filled, *compared))
     bytes_done = 0
-    for assigned, act in ((fills, _fill), (copies, _compare)):
+    for assigned, act in ((filled, _fill), (compared, _compare)):
         with closing(checkpoint.stream(list(assigned))) as tensors:
-            for name, source in tensors:
-                problem = act(assigned[name], source)
+            for read, source in tensors:
+                problem = act(assigned[read], source)
                 del source  # the traceback of an error would keep the tensor, and so the file, mapped
                 if problem:
-                    raise CheckpointError(f"{checkpoint.tensors[name].file}: tensor {name!r} {problem}")
-                bytes_done += checkpoint.tensors[name].size_bytes
+                    raise CheckpointError(f"{read.header.file}: tensor {read.name!r} {problem}")
+                bytes_done += read.size_bytes
                 if progress:
                     progress(bytes_done, bytes_total)
+
+
+@dataclass(frozen=True)
+class _Fill:
+    """A slot, and the layout of what is read for it."""
+
+    slot: WeightSlot
+    layout: Layout | None
+
+    def views(self, source: Tensor) -> tuple[Tensor | Rows, Tensor]:
+        """Returns the slot's target and the part of ``source`` that belongs there, in the same shape."""
+        target = self.slot.target
+        if self.layout is not None:
+            source = arrange(self.layout, source)
+        if not isinstance(target, Tensor):
+            return target, source.reshape(target.shape)
+        return target if self.layout is None else target.view(source.shape), source
+
+
+def _fills(checkpoint: Checkpoint, assigned: Mapping[str, Sequence[WeightSlot]]) -> dict[Read, list[_Fill]]:
+    """Returns what is read of each tensor, and the slots that it is for: once for all slots that take whole tensors, or
+    parts of an axis, and once for each slot that takes a piece."""
+    reads: dict[Read, list[_Fill]] = defaultdict(list)
+    for name, slots in assigned.items():
+        for slot in slots:
+            piece = stored_piece(slot.spec) or StoredPiece(None, slot.spec.layout)
+            reads[checkpoint.read(name, piece.stretches)].append(_Fill(slot, piece.layout))
+    return reads
 
 
 def arrange(layout: Layout, stored: Tensor) -> Tensor:
@@ -92,19 +124,9 @@ def arrange(layout: Layout, stored: Tensor) -> Tensor:
     return apart.movedim(axes.index("inward"), -1) if "inward" in axes else apart
 
 
-def _views(slot: WeightSlot, source: Tensor) -> tuple[Tensor | Rows, Tensor]:
-    """Returns the slot's target and the part of ``source`` that belongs there, in the same shape."""
-    layout = slot.spec.layout
-    if layout is not None:
-        source = arrange(layout, source)
-    if not isinstance(slot.target, Tensor):
-        return slot.target, source.reshape(slot.target.shape)
-    return slot.target if layout is None else slot.target.view(source.shape), source
-
-
-def _fill(slots: Sequence[WeightSlot], source: Tensor) -> str | None:
+def _fill(fills: Sequence[_Fill], source: Tensor) -> str | None:
     if source.numel():
-        dtype = slots[0].target.dtype
+        dtype = fills[0].slot.target.dtype
         # Conversion is monotonic, so checking the two extremes checks all elements, without a full-size temporary.
         extremes = torch.stack(torch.aminmax(source))
         if extremes.isnan().any():
@@ -116,24 +138,24 @@ def _fill(slots: Sequence[WeightSlot], source: Tensor) -> str | None:
                 f"reaches {extremes.abs().max().item():g} ({source.dtype}), which {dtype} cannot hold; "
                 f"load with dtype='float32' or 'bfloat16'"
             )
-    for slot in slots:
-        target, values = _views(slot, source)
+    for fill in fills:
+        target, values = fill.views(source)
         target.copy_(values)
     return None
 
 
-def _compare(slots: Sequence[WeightSlot], source: Tensor) -> str | None:
-    for slot in slots:
-        target, values = _views(slot, source)
+def _compare(fills: Sequence[_Fill], source: Tensor) -> str | None:
+    for fill in fills:
+        target, values = fill.views(source)
         if not isinstance(target, Tensor):
             if not target.holds(values):
-                return _differs(slot)
+                return _differs(fill.slot)
             continue
         step = max(1, _COMPARED_ELEMENTS // max(1, math.prod(values.shape[1:])))
         mine, other = target.unsqueeze(-1), values.unsqueeze(-1)  # so that there is an axis to slice
         pieces = (slice(row, row + step) for row in range(0, len(mine), step))
         if not all(torch.equal(mine[piece], other[piece].to(mine)) for piece in pieces):
-            return _differs(slot)
+            return _differs(fill.slot)
     return None
 
 

@@ -22,7 +22,7 @@ from fastgen.models.spec.layer import (
     RotarySpec,
     RouterSpec,
 )
-from fastgen.models.spec.model import EmbeddingSpec, HeadSpec, ModelSpec, PositionsSpec
+from fastgen.models.spec.model import EmbeddingSpec, HeadSpec, ModelSpec, PositionsSpec, Rank
 from fastgen.models.spec.tensors import Layout, LinearSpec, NodeRef, TensorSpec, tensors_of
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "PartSpec",
     "PositionsSpec",
     "QkNormSpec",
+    "Rank",
     "RotaryScaling",
     "RotarySpec",
     "RouterSpec",

@@ -26,13 +26,15 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class QkNormSpec:
-    """Norm of queries or keys before rotation: ``over`` each ``head`` of ``D`` features, or ``all`` heads concatenated.
+    """Norm of queries or keys before rotation: ``over`` each ``head`` of ``D`` features, ``all`` heads concatenated, or
+    the heads of all ``ranks`` concatenated.
 
-    Per head, the weight is ``[D]``, shared by the heads, or ``[heads, D]``; over all heads it is ``[heads * D]``.
+    Per head, the weight is ``[D]``, shared by the heads, or ``[heads, D]``; over all heads it is ``[heads * D]``, and
+    over ranks that of the rank's own heads.
     """
 
     norm: NormSpec
-    over: Literal["head", "all"]
+    over: Literal["head", "all", "ranks"]
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,8 @@ class PartSpec:
 class BranchSpec:
     """``x = sum_norm(x + scale * output_norm(part1(norm(x)) + part2(norm(x)) …))``; any norm may be absent.
 
-    Two parts in one branch run in parallel on the same input.
+    Two parts in one branch run in parallel on the same input. With ``sum_ranks`` each rank has a share of the parts'
+    sum, and the shares are summed over the ranks before ``output_norm``.
     """
 
     name: str
@@ -215,6 +218,7 @@ class BranchSpec:
     scale: float
     sum_norm: NormSpec | None
     node: NodeRef
+    sum_ranks: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ class EmbeddingSpec:
     """Token embedding ``[V, E]`` times ``scale`` (rounded to the model's dtype).
 
     An optional projection ``E -> H`` follows, then optional learned positions are added, then an optional norm applies.
+    With ``sum_ranks`` a rank holds some rows of the table, and the rows found are summed over the ranks before the
+    projection.
     """
 
     tokens: TensorSpec
@@ -32,13 +34,15 @@ class EmbeddingSpec:
     node: NodeRef
     scale: float = 1.0
     norm: NormSpec | None = None
+    sum_ranks: bool = False
 
 
 @dataclass(frozen=True)
 class HeadSpec:
     """The output head: ``logits = softcap(scale * (hidden Wᵀ + bias))``.
 
-    ``weight`` is ``None`` if the head is the token embedding (tied).
+    ``weight`` is ``None`` if the head is the token embedding (tied). With ``gather_ranks`` a rank computes the logits
+    of some tokens of the vocabulary, and rank 0 gets all of them.
     """
 
     weight: TensorSpec | None
@@ -47,11 +51,23 @@ class HeadSpec:
     bias: TensorSpec | None = None
     scale: float = 1.0
     softcap: float | None = None
+    gather_ranks: bool = False
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of ``count`` processes that share a model by tensor parallelism: number ``index``, from 0."""
+
+    index: int = 0
+    count: int = 1
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A whole model. ``max_positions`` is ``None`` for architectures without a limit."""
+    """A whole model, or what one ``rank`` holds of it. ``max_positions`` is ``None`` for architectures without a limit.
+
+    ``vocab_size`` and ``hidden_size`` are those of the whole model. Numbers of heads are those that the rank has.
+    """
 
     recipe: str
     architecture: str
@@ -68,6 +84,7 @@ class ModelSpec:
     head: HeadSpec
     # Glob patterns of checkpoint tensors that the model does not need.
     ignored_tensors: tuple[str, ...]
+    rank: Rank = Rank()
 
     @property
     def tied(self) -> bool:

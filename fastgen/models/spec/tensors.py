@@ -41,7 +41,8 @@ class TensorSpec:
     """A parameter's tensor in the checkpoint. ``names[0]`` is its own name; the others are alternative spellings.
 
     ``shape`` is the parameter's shape. ``stored_shape`` is the shape in the file, which differs if there is a
-    ``layout``.
+    ``layout``. Where ranks share a model, a rank may hold a ``piece`` of the parameter ``[rows]`` or ``[rows, in]``:
+    the first index and the end on each axis. Then ``shape`` is the shape of the piece.
     """
 
     names: tuple[str, ...]
@@ -49,6 +50,7 @@ class TensorSpec:
     node: NodeRef
     layout: Layout | None = None
     stored_shape: tuple[int, ...] = ()
+    piece: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.stored_shape:

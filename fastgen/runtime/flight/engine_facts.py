@@ -7,8 +7,9 @@ from fastgen.runtime.scheduling.policies import policy_name
 from fastgen.runtime.scheduling.scheduler import Scheduler
 
 
-def engine_facts(scheduler: Scheduler, *, runs_ahead: bool = False) -> EngineFacts:
-    """Returns the sizes and rules that ``scheduler`` decides by. ``runs_ahead``: the engine launches steps ahead."""
+def engine_facts(scheduler: Scheduler, *, runs_ahead: bool = False, ranks: int = 1) -> EngineFacts:
+    """Returns the sizes and rules that ``scheduler`` decides by. ``runs_ahead``: the engine launches steps ahead, on so
+    many ``ranks``."""
     kv, policy = scheduler.kv, scheduler.policy
     return EngineFacts(
         token_budget=scheduler.token_budget,
@@ -24,4 +25,5 @@ def engine_facts(scheduler: Scheduler, *, runs_ahead: bool = False) -> EngineFac
         runs_ahead=runs_ahead,
         kv_reservation=scheduler.reservations.kind,
         max_model_len=scheduler.reservations.max_model_len,
+        ranks=ranks,
     )

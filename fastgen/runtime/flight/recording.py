@@ -111,6 +111,8 @@ class EngineFacts:
     kv_reservation: str | None = None
     # Longest prompt and answer together; ``None`` where the scheduler does not need it.
     max_model_len: int | None = None
+    # Processes that share the model by tensor parallelism.
+    ranks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

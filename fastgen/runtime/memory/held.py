@@ -14,10 +14,13 @@ from torch import Tensor
 
 from fastgen.compile.backends.backend import Backend
 from fastgen.compile.capture.allocations import META
+from fastgen.compile.host.rank_memory import AREA_BYTES, LINE_BYTES
 from fastgen.models.measure import ModelBuild
+from fastgen.models.spec import ModelSpec
 from fastgen.runtime.memory.sizes import EngineConfig
 from fastgen.runtime.step.forward import Results
 from fastgen.runtime.step.input_buffers import InputBuffers
+from fastgen.runtime.step.plans import MAX_PAIRS, PlanBoard
 
 
 @lru_cache(maxsize=64)
@@ -46,6 +49,20 @@ def input_buffers(config: EngineConfig) -> InputBuffers:
         config.max_blocks,
         config.block_size,
     )
+
+
+def plan_bytes(config: EngineConfig) -> int:
+    """Returns the most bytes of the arrays that ranks of a shared model get with a plan."""
+    return max(input_buffers(config).packed.nbytes, 2 * MAX_PAIRS * 8)
+
+
+def rank_memory_sizes(spec: ModelSpec, config: EngineConfig) -> tuple[int, int, int]:
+    """Returns how many ranks share the model of which ``spec`` is a part, and the bytes of an area of their memory and
+    of its place for plans. An area holds at least a row of logits."""
+    count = spec.rank.count
+    row_bytes = 4 * -(-spec.vocab_size // count)
+    area_bytes = max(AREA_BYTES, -(-row_bytes // LINE_BYTES) * LINE_BYTES)
+    return count, area_bytes, PlanBoard.size_bytes(count, plan_bytes(config))
 
 
 def results(build: ModelBuild, config: EngineConfig) -> tuple[Tensor, Tensor]:

@@ -18,10 +18,11 @@ from typing import Any, Final
 from fastgen.compile.backends.ops import Ops
 from fastgen.compile.capture.allocations import META
 from fastgen.compile.host.device import Device
+from fastgen.compile.host.rank_memory import memory_bytes
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.models.builder import kv_groups, kv_shapes
 from fastgen.models.measure import MeasuredModel, ModelBuild
-from fastgen.runtime.memory.held import input_buffers, results, sampling_tensors, storage_bytes
+from fastgen.runtime.memory.held import input_buffers, rank_memory_sizes, results, sampling_tensors, storage_bytes
 from fastgen.runtime.memory.sizes import EngineConfig
 from fastgen.runtime.memory.temporaries import Temporaries
 from fastgen.runtime.sampling.kept_formats import most_kept_bytes
@@ -42,6 +43,7 @@ MEANINGS: Final = {
     "inputs": "token ids, positions and lengths of a step",
     "sampling": "parameters and state of sampling, for each sequence",
     "kernels' workspaces": "scratch memory of kernels",
+    "shared with other ranks": "what ranks of the model exchange; all ranks have it once together",
     "attention's parts": "partial results of attention over long texts",
     "compiled formats": "formats of answers, at most; they come with requests, and beyond this the oldest goes",
     "temporaries": "comes and goes; the phase that takes most",
@@ -167,6 +169,8 @@ class MemoryModel:
         yield LedgerRow("sampling", storage_bytes(sampling_tensors(self._backend, self.build, config)), seqs)
         ops = self._ops(config)
         yield LedgerRow("kernels' workspaces", storage_bytes(ops.workspaces()), budget)
+        if self.build.spec.rank.count > 1:
+            yield LedgerRow("shared with other ranks", memory_bytes(*rank_memory_sizes(self.build.spec, config)))
         yield LedgerRow("attention's parts", storage_bytes(ops.attention_parts()), f"{budget}, {length}")
         if on_host:
             yield LedgerRow("compiled formats", most_kept_bytes(self.device.memory_bytes))

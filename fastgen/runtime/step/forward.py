@@ -17,6 +17,7 @@ from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.models.causal_lm import CausalLM
 from fastgen.runtime.scheduling.policies.splitfuse import smallest_size
+from fastgen.runtime.step.plan_costs import PlanCosts
 from fastgen.runtime.step.trial_batch import TrialBatch
 
 # Returns the static inputs of a step with this many tokens, and this many rows that need logits.
@@ -29,7 +30,8 @@ _TOLERANCE = 2e-2  # where numbers have 16 bits
 
 
 class Forward:
-    """Calls the model's modules. Its results are valid until the next step."""
+    """Runs the model's part of steps: here by calling its modules in this process. Results are valid until the next
+    step."""
 
     def __init__(self, model: CausalLM, kv_cache: PagedKVCache):
         self.model, self.kv_cache = model, kv_cache
@@ -42,6 +44,27 @@ class Forward:
     def logits(self, hidden: Tensor, batch: RaggedBatch) -> Tensor:
         """Returns the logits ``[R, V]`` in fp32 of the rows ``batch.logits_indices`` of this step's ``hidden``."""
         return self.model.logits(hidden[batch.logits_indices.long()])
+
+    def some_logits(self, hidden: Tensor, first: int, end: int) -> Tensor:
+        """Returns the logits in fp32 of the tokens ``first`` to ``end`` of this step's ``hidden``."""
+        return self.model.logits(hidden[first:end])
+
+    def copy_blocks(self, group: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copies blocks of the KV cache; see :meth:`PagedKVCache.copy_blocks`."""
+        self.kv_cache.copy_blocks(group, sources, destinations)
+
+    @property
+    def lost(self) -> str | None:
+        """Why no step can run any more; ``None`` while steps can."""
+        return None
+
+    @property
+    def plan_costs(self) -> PlanCosts:
+        """What it cost so far to lead other ranks."""
+        return PlanCosts()
+
+    def close(self) -> None:
+        """Ends other processes that take part."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +25,28 @@ from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.step.input_buffers import HostArrays, InputBuffers
 
 
+@dataclass(frozen=True)
+class Built:
+    """What the inputs of a step were made of: the bytes ``packed`` on the host, of which ``num_updates`` of block
+    tables count; and ``places`` and ``blocks`` of updates for which they have no room."""
+
+    packed: Tensor
+    num_updates: int
+    places: npt.NDArray[np.int64]
+    blocks: npt.NDArray[np.int64]
+
+
+_NONE = np.empty(0, np.int64)
+
+
 class InputBatch:
     """Owns the device-side inputs of a step: the packed buffer, the block tables, the ids last sampled for each slot.
 
     ``block_tables [G, S, max_blocks]`` stay on the device; the copy of a step carries only the entries that changed.
     With ``pads`` a batch has one of the captured sizes, and always the same number of block updates. A step has at most
     ``max_rows`` rows that need logits: one for each sequence, and one for each draft.
+
+    With ``keeps_sampled`` a step may take tokens from where the step before sampled them; other processes lack these.
 
     The host works on whole arrays, so that a decode costs little: Python only reads a few numbers of each sequence.
     """
@@ -45,8 +62,9 @@ class InputBatch:
         block_size: int,
         device: torch.device,
         pads: bool = True,
+        keeps_sampled: bool = True,
     ):
-        self.block_size, self.pads = block_size, pads
+        self.block_size, self.pads, self.keeps_sampled = block_size, pads, keeps_sampled
         self.num_groups, self.max_num_seqs, self.max_rows = num_groups, max_num_seqs, max_rows
         buffers = InputBuffers(
             token_budget=token_budget,
@@ -68,6 +86,8 @@ class InputBatch:
         # By slot, the token that ``sampled_ids`` holds: its sequence, the preemptions of that so far, and its position.
         self._noted: dict[int, tuple[Sequence, int, int]] = {}
         self._token_views: dict[int, dict[str, Tensor]] = {}
+        # The last step's.
+        self.built = Built(buffers.staging[0], 0, _NONE, _NONE)
 
     def build(self, schedule: Schedule) -> tuple[RaggedBatch, list[SampledSequence]]:
         """Returns the batch of ``schedule``, padded to its captured size if it ``pads``, and what the rows of its
@@ -78,17 +98,32 @@ class InputBatch:
         if (copied := self._copied[self._turn]) is not None:
             copied.synchronize()
         host = self._host[self._turn]
-        num_updates = self._fill_updates(host, schedule.block_updates)
+        self.built = built = self._fill_updates(host, schedule.block_updates)
         rows = self._fill_tokens(host, schedule, size)
-        packed = self.buffers.packed.copy_(self.buffers.staging[self._turn], non_blocking=True)
+        packed = self.buffers.packed.copy_(built.packed, non_blocking=True)
         if packed.is_cuda:
             self._copied[self._turn] = copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
         self._turn = (self._turn + 1) % len(self._copied)
+        self._update_tables(built.num_updates)
+        return self.views(size, len(rows)), rows
+
+    def take(self, packed: Tensor, size: int, num_updates: int) -> RaggedBatch:
+        """Returns the batch of ``size`` tokens that another process built: the bytes ``packed`` of its
+        :class:`Built`."""
+        self.buffers.packed.copy_(packed)
+        self._update_tables(num_updates)
+        return self.views(size, 0)
+
+    def write_tables(self, places: Tensor, blocks: Tensor) -> None:
+        """Writes entries of block tables on the device: flat ``places`` and ``blocks`` on the host, i64."""
+        index, given = (to_device(each, self.buffers.packed.device) for each in (places, blocks.to(torch.int32)))
+        self.buffers.flat_tables[index] = given
+
+    def _update_tables(self, num_updates: int) -> None:
         if num_updates:
             index, block = (self._device[name][:num_updates] for name in ("update_index", "update_block"))
             self.buffers.flat_tables[index] = block
-        return self.views(size, len(rows)), rows
 
     def views(self, num_tokens: int, num_rows: int) -> RaggedBatch:
         """Returns views of a batch of ``num_tokens`` tokens with ``num_rows`` rows that need logits. Their contents are
@@ -150,7 +185,7 @@ class InputBatch:
         the next step can read it. Call this before the token is appended to the sequence. Tokens of beams always come
         from the host, since the search chooses them.
         """
-        for sequence in sequences:
+        for sequence in sequences if self.keeps_sampled else ():
             if not sequence.request.has_beams:
                 self._noted[_slot(sequence)] = (sequence, sequence.num_preemptions, sequence.num_tokens)
 
@@ -220,10 +255,11 @@ class InputBatch:
             rows.append(sequence)
             rows.extend(DraftedSequence(sequence, drafts[: index + 1]) for index in range(len(drafts)))
 
-    def _fill_updates(self, host: HostArrays, updates: SequenceOf[BlockUpdate]) -> int:
-        """Fills in the updates of block tables, and returns how many the step's copy carries. Padding writes the extra
-        entry. Updates beyond that are written here: a long prefix from the cache brings its whole table.
+    def _fill_updates(self, host: HostArrays, updates: SequenceOf[BlockUpdate]) -> Built:
+        """Fills in the updates of block tables. Padding writes the extra entry. Updates for which the step's copy has
+        no room are written here: a long prefix from the cache brings its whole table.
         """
+        packed, places, blocks = self.buffers.staging[self._turn], _NONE, _NONE
         num_carried = min(len(updates), self.max_updates)
         if self.pads:
             host["update_index"][:] = self.buffers.flat_tables.numel() - 1
@@ -233,10 +269,9 @@ class InputBatch:
             carried, rest = slice(num_carried), slice(num_carried, None)
             host["update_index"][carried], host["update_block"][carried] = entry[carried], block[carried]
             if len(updates) > num_carried:
-                given = torch.from_numpy(entry[rest]), torch.from_numpy(block[rest].astype(np.int32))
-                index, blocks = (to_device(each, self.buffers.packed.device) for each in given)
-                self.buffers.flat_tables[index] = blocks
-        return self.max_updates if self.pads else num_carried
+                places, blocks = entry[rest], block[rest]
+                self.write_tables(torch.from_numpy(places), torch.from_numpy(blocks))
+        return Built(packed, self.max_updates if self.pads else num_carried, places, blocks)
 
     def _enter(self, updates: SequenceOf[BlockUpdate]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Enters ``updates`` into the host's tables. Returns their flat places and their blocks."""

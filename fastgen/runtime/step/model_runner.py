@@ -157,7 +157,7 @@ class ModelRunner:
     def _copy_blocks(self, schedule: Schedule) -> None:
         for group in {copy.group for copy in schedule.block_copies}:
             copies = [copy for copy in schedule.block_copies if copy.group == group]
-            self.kv_cache.copy_blocks(group, [c.source for c in copies], [c.destination for c in copies])
+            self.forward.copy_blocks(group, [c.source for c in copies], [c.destination for c in copies])
 
     def _prompt_logprobs(self, schedule: Schedule, cu_seqlens_q: Tensor, hidden: Tensor) -> list[PromptLogprobs]:
         """Computes log-probabilities of the prompt tokens that the rows of this step predict: the row of position ``p``
@@ -171,18 +171,19 @@ class ModelRunner:
             if num_alternatives is None or sequence.index > 0 or not actual or sequence.slot is None:
                 continue
             first = int(cu_seqlens_q[sequence.slot])
-            rows = hidden[first : first + len(actual)]
             try:
-                logprobs = self._row_logprobs(rows, actual, num_alternatives)
+                logprobs = self._row_logprobs(hidden, first, actual, num_alternatives)
             except GenerationError as error:
                 pieces.append(PromptLogprobs(sequence, entry.start + 1, [], str(error)))
             else:
                 pieces.append(PromptLogprobs(sequence, entry.start + 1, logprobs))
         return pieces
 
-    def _row_logprobs(self, hidden: Tensor, token_ids: list[int], num_alternatives: int) -> list[Logprobs]:
+    def _row_logprobs(self, hidden: Tensor, first: int, token_ids: list[int], num_alternatives: int) -> list[Logprobs]:
+        """Returns the log-probabilities of ``token_ids``, which the tokens of the step from ``first`` on predict."""
         logprobs: list[Logprobs] = []
         for start in range(0, len(token_ids), PROMPT_LOGITS_ROWS):
-            piece = slice(start, start + PROMPT_LOGITS_ROWS)
-            logprobs += prompt_logprobs(self.model.logits(hidden[piece]), token_ids[piece], num_alternatives)
+            piece = token_ids[start : start + PROMPT_LOGITS_ROWS]
+            logits = self.forward.some_logits(hidden, first + start, first + start + len(piece))
+            logprobs += prompt_logprobs(logits, piece, num_alternatives)
         return logprobs

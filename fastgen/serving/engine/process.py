@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.errors import FastgenError, InvalidArgumentError, RankError
 from fastgen.models.checkpoint import hub
 from fastgen.runtime.answers.generation import Completion, Generation
 from fastgen.runtime.engine import Engine
@@ -135,7 +135,7 @@ class _Open:
 
 class EngineLoop:
     """Runs ``engine`` for the server at the other end of ``socket``, until the server stops it or ``is_orphan()`` is
-    true. ``model`` is its name in recordings.
+    true. ``model`` is its name in recordings. Raises :class:`RankError` when one of the model's ranks is lost.
     """
 
     def __init__(
@@ -164,7 +164,10 @@ class EngineLoop:
                 self._engine.step()
                 self._num_steps += 1
             self._report()
+            if self._engine.lost is not None:
+                raise RankError(self._engine.lost)
         self._formats.close()
+        self._engine.close()
 
     def _receive(self) -> None:
         """Takes all messages that have arrived. If the engine has no work, waits for one."""
@@ -323,7 +326,11 @@ def main() -> None:
         with rarely_collected():
             socket.send(encoder.encode(Ready(_facts(llm, str(directory), time.monotonic() - began_s))))
             engine, model = llm.release_engine(), str(arguments["model"])
-            EngineLoop(engine, socket, is_orphan=lambda: os.getppid() != parent, model=model).run()
+            try:
+                EngineLoop(engine, socket, is_orphan=lambda: os.getppid() != parent, model=model).run()
+            except RankError as error:  # the server starts another process, which loads the model again
+                _log.critical("the engine ends: %s", error)
+                sys.exit(1)
     end_process()
 
 

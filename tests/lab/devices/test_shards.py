@@ -7,8 +7,9 @@ import torch
 
 from fastgen.compile.backends.target import TargetFacts
 from fastgen.errors import InvalidArgumentError
-from fastgen.lab.devices.shards import num_all_reduces, parallel_sizes, shard
+from fastgen.lab.devices.shards import num_all_reduces, shard
 from fastgen.models.measure import MeasuredModel, ModelBuild
+from fastgen.models.shard.obstacles import parallel_sizes
 from fastgen.models.spec import ModelSpec
 from fastgen.models.spec.tensors import linears_of
 from tests.lab.devices.specs import PUBLISHED, published_spec

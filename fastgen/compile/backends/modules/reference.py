@@ -18,7 +18,7 @@ from fastgen.compile.backends.modules.stored import (
 from fastgen.compile.capture.recording import library_call
 from fastgen.compile.ops.activation.reference import activate, activate_and_multiply
 from fastgen.compile.ops.add.reference import scaled_add
-from fastgen.compile.ops.embedding.reference import embed, resolve_token_ids
+from fastgen.compile.ops.embedding.reference import embed, embed_some, resolve_token_ids
 from fastgen.compile.ops.experts.reference import Scoring, combine, route, sort_by_expert
 from fastgen.compile.ops.linear.reference import grouped_linear, linear, logits, per_head_linear
 from fastgen.compile.ops.norm.reference import layer_norm, rms_norm
@@ -29,8 +29,9 @@ from fastgen.compile.weights.rows import Rows
 class Table(StoredTable):
     """A table whose rows are looked up by ``ids [T]``: ``[T, size]``."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return embed(ids, self.weight).to(self.dtype)
+    def forward(self, ids: Tensor, first_id: int | None = None) -> Tensor:
+        found = embed(ids, self.weight) if first_id is None else embed_some(ids, self.weight, first_id)
+        return found.to(self.dtype)
 
 
 class Positions(nn.Module):
@@ -46,14 +47,15 @@ class Positions(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Looks up tokens, scales them, and adds ``positions`` if there are some."""
+    """Looks up tokens, scales them, and adds ``positions`` if there are some. With a ``first_id`` the table has the
+    rows of that id and those behind it."""
 
-    def __init__(self, tokens: Table, scale: float | None, positions: Positions | None):
+    def __init__(self, tokens: Table, scale: float | None, positions: Positions | None, first_id: int | None = None):
         super().__init__()
-        self.tokens, self.scale, self.positions = tokens, scale, positions
+        self.tokens, self.scale, self.positions, self.first_id = tokens, scale, positions, first_id
 
     def forward(self, input_ids: Tensor, token_source: Tensor, sampled_ids: Tensor, positions: Tensor) -> Tensor:
-        x: Tensor = self.tokens(resolve_token_ids(input_ids, token_source, sampled_ids))
+        x: Tensor = self.tokens(resolve_token_ids(input_ids, token_source, sampled_ids), self.first_id)
         if self.scale is not None:
             x = x * self.scale
         return x if self.positions is None else self.positions(x, positions)

@@ -16,6 +16,7 @@ def embedding_spec(
     packed: bool,
     offset: int | None = None,
     scale: float | None = None,
+    rows: tuple[int, int] | None = None,
     needed_by: tuple[str, ...] = (),
 ) -> KernelSpec:
     """Returns the kernel for :class:`EmbeddingKernel`. ``table_format`` is a dtype's short name, or with ``packed`` a
@@ -23,11 +24,14 @@ def embedding_spec(
 
     Without an ``offset`` it looks up ``scale * table[id]`` for the ids of
     :func:`~fastgen.compile.ops.embedding.reference.resolve_token_ids`; with one it adds ``table[position + offset]``.
+    A table that has only some ``rows``, from a first id so many, gives zeros for other ids.
     """
     resolve, row_scaled = offset is None, packed and table_format in ("int8", "int8_weight_only")
     parameters: dict[str, Value] = {"format": table_format, "packed": packed, "resolve": resolve}
     parameters |= {"offset": offset, "scale": scale, "added": not resolve, "row_scaled": row_scaled}
     parameters |= {"panel": PANELS[arch] if packed else None, "lanes": LANES[arch] if packed else None}
+    if rows is not None:
+        parameters |= {"first_id": rows[0], "num_rows": rows[1]}
     arguments = [
         Argument("ids", "i32", "in"),
         *([Argument(name, "i32", "in") for name in ("token_source", "sampled_ids")] if resolve else []),

@@ -22,3 +22,12 @@ def resolve_token_ids(input_ids: Tensor, token_source: Tensor, sampled_ids: Tens
 def embed(ids: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
     """Looks up rows of ``weight [V, H]`` for ``ids [T]``; returns ``[T, H]``, in fp32 where the weight is quantized."""
     return weight.rows(ids) if isinstance(weight, QuantizedWeight) else F.embedding(ids, weight)
+
+
+def embed_some(ids: Tensor, weight: Tensor | QuantizedWeight, first_id: int) -> Tensor:
+    """Returns what :func:`embed` returns for a table of which ``weight`` has the rows from ``first_id`` on, and zeros
+    for ids of other rows."""
+    num_rows = weight.out_features if isinstance(weight, QuantizedWeight) else len(weight)
+    rows = ids - first_id
+    is_here = (rows >= 0) & (rows < num_rows)
+    return embed(rows.clamp(0, num_rows - 1), weight) * is_here.unsqueeze(1)

@@ -18,6 +18,7 @@ def embedding_spec(
     table_dtype: str = "",
     scale: float = 1.0,
     position_offset: int | None = None,
+    rows: tuple[int, int] | None = None,
     needed_by: tuple[str, ...] = (),
 ) -> KernelSpec:
     """Returns the kernel for :class:`EmbeddingKernel`: ``scale * table[id] + position_table[position + offset]``.
@@ -25,10 +26,13 @@ def embedding_spec(
     Rows of ``size`` features; tables hold ``table_dtype``, which is ``dtype`` unless given, and each operation is
     rounded to ``dtype``. ``table_dtype`` may also be a format of :class:`QuantizedWeight`; positions are then in
     ``dtype``. Ids are those of :func:`~fastgen.compile.ops.embedding.reference.resolve_token_ids`.
-    Without a ``position_offset`` no positions are added.
+    Without a ``position_offset`` no positions are added. A table that has only some ``rows``, from a first id so many,
+    gives zeros for other ids.
     """
     parameters: dict[str, Value] = {"H": size, "dtype": dtype, "table_dtype": table_dtype or dtype, "resolve": True}
     parameters |= {"scale": None if scale == 1 else scale, "offset": position_offset}
+    if rows is not None:
+        parameters |= {"first_id": rows[0], "num_rows": rows[1]}
     is_quantized = table_dtype in CODES
     plain = dtype if is_quantized or not table_dtype else table_dtype
     arguments = [

@@ -149,10 +149,9 @@ def _dtype(value: str, given: dict[str, Given]) -> _Read:
 
 def _tensor_parallel_degree(value: str, given: dict[str, Given]) -> _Read:
     if value == "max":
-        return {}, "one device is used: a model cannot be split over several yet"
-    if _integer(value, 1) > 1:
-        raise InvalidArgumentError("a model cannot be split over several devices yet; leave it out, or set it to 1")
-    return {}, "not needed: one device is used"
+        return {}, "one device is used; give a number to share the model"
+    degree = _integer(value, 1)
+    return ({"tensor_parallel": degree}, "") if degree > 1 else ({}, "not needed: one device is used")
 
 
 def _rolling_batch(value: str, given: dict[str, Given]) -> _Read:

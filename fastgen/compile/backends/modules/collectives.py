@@ -1,0 +1,90 @@
+"""What ranks that share a model compute together: sums, gathered logits, and a norm over the heads of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fastgen.compile.backends.modules.stored import NormParameters
+from fastgen.compile.capture.recording import library_call
+from fastgen.compile.host.ranks import Ranks
+
+
+class AllReduce:
+    """The sum of ``x [T, H]`` over all ranks, in place."""
+
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        library_call(self._ranks.all_reduce, x)
+        return x
+
+
+class Gather:
+    """The columns ``x [R, n]`` of all ranks side by side in ``out [R, V]`` of rank 0."""
+
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        library_call(self._ranks.gather, x, out)
+
+
+@dataclass(frozen=True)
+class HeadsOfRank:
+    """Columns ``first`` to ``end`` of a rank's ``qkv``, and the RMS norm over these columns of all ranks together."""
+
+    first: int
+    end: int
+    eps: float
+    offset: float
+    parameters: NormParameters
+
+
+class RankNorm(nn.Module):
+    """RMS norms of queries and of keys over the heads of all ranks, in place: ``qkv [T, (N + 2K) D]``.
+
+    Each rank sums the squares of its own features; sums over all ranks give the means. Where ranks hold the same KV
+    head, each of its features counts equally often, so the mean is the same.
+    """
+
+    def __init__(self, all_reduce: Callable[[Tensor], Tensor], norms: Sequence[HeadsOfRank], num_ranks: int):
+        super().__init__()
+        self._all_reduce, self._norms, self._num_ranks = all_reduce, norms, num_ranks
+        self.parameters_of_norms = nn.ModuleList(each.parameters for each in norms)
+
+    def forward(self, qkv: Tensor) -> None:
+        sums = qkv.new_empty(len(qkv), len(self._norms), dtype=torch.float32)
+        for place, norm in enumerate(self._norms):
+            wide = _wide(qkv[:, norm.first : norm.end])
+            library_call(torch.mul, wide, wide, out=wide)
+            library_call(torch.sum, wide, 1, out=sums[:, place])
+        self._all_reduce(sums)
+        for place, norm in enumerate(self._norms):
+            x, factor = qkv[:, norm.first : norm.end], sums[:, place]
+            library_call(torch.mul, factor, 1 / (self._num_ranks * x.shape[1]), out=factor)
+            library_call(torch.add, factor, norm.eps, out=factor)
+            library_call(torch.rsqrt, factor, out=factor)
+            wide = _wide(x)
+            library_call(torch.mul, wide, factor.unsqueeze(1), out=wide)
+            weight = norm.parameters.weight
+            if weight is not None and norm.offset:
+                moved = torch.empty_like(weight, dtype=torch.float32)
+                library_call(torch.add, weight, norm.offset, out=moved)
+                library_call(torch.mul, wide, moved, out=wide)
+                library_call(Tensor.copy_, x, wide)
+            else:
+                library_call(Tensor.copy_, x, wide)
+                if weight is not None:
+                    library_call(torch.mul, x, weight, out=x)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Returns a copy in fp32."""
+    wide = x.new_empty(x.shape, dtype=torch.float32)
+    library_call(Tensor.copy_, wide, x)
+    return wide

@@ -1,0 +1,45 @@
+"""Ranks: processes that share a model, and how their tensors are summed and gathered."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+def share(total: int, index: int, count: int) -> tuple[int, int]:
+    """Returns the first of ``total`` things that rank ``index`` of ``count`` has, and the end; shares are as equal as
+    they can be."""
+    return total * index // count, total * (index + 1) // count
+
+
+class Ranks(Protocol):
+    """One rank's connection to all ranks. Each of them makes the same calls in the same order."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def count(self) -> int: ...
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Replaces the contiguous ``x`` by the sum of all ranks' ``x``: that of rank 0, plus that of rank 1, and so on,
+        added in fp32. So every rank has the same bits, and they do not depend on other rows."""
+
+    def gather(self, x: Tensor, out: Tensor) -> None:
+        """Writes the columns ``x [R, n]`` of all ranks side by side into ``out [R, V]`` of rank 0. Ranks have the
+        columns of :func:`share`; the ``out`` of other ranks may hold anything afterwards."""
+
+
+class DescribedRanks:
+    """Ranks of a model that is described on the ``meta`` device, where there is nothing to sum."""
+
+    index, count = 0, 1
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Does nothing."""
+        assert x.is_meta, "a rank's model runs only where it is connected to the others"
+
+    def gather(self, x: Tensor, out: Tensor) -> None:
+        """Does nothing."""
+        assert x.is_meta, "a rank's model runs only where it is connected to the others"

@@ -1,0 +1,1 @@
+"""Sums and gathers over the ranks of one machine."""

@@ -1,0 +1,78 @@
+"""The arrangement of ranks on a machine: checked before anything is loaded, then started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fastgen.compile.host.device import Device
+from fastgen.errors import InvalidArgumentError
+from fastgen.models.measure import ModelBuild
+from fastgen.models.shard.shard import shard
+from fastgen.models.spec import Rank
+from fastgen.options import LoadOptions
+from fastgen.runtime.memory.ledger import Ledger
+from fastgen.runtime.memory.sizes import EngineConfig
+from fastgen.runtime.model_source import ModelSource
+from fastgen.runtime.ranks.setup import RankSetup
+from fastgen.runtime.ranks.team import Team
+from fastgen.version import __version__
+
+
+def check_arrangement(options: LoadOptions, device: Device) -> None:
+    """Raises :class:`InvalidArgumentError` for ranks that this machine has no devices for, or that cannot work."""
+    count = options.tensor_parallel
+    if count == 1:
+        return
+    if device.kind == "cuda":
+        num_devices = torch.cuda.device_count()
+        raise InvalidArgumentError(
+            f"tensor_parallel={count}: this version shares a model over processes of a CPU only, and the device is "
+            f"{device} (of {num_devices}); load with device='cpu', or with tensor_parallel=1"
+        )
+    if count > 2 * device.num_cores:
+        raise InvalidArgumentError(
+            f"tensor_parallel={count}: this machine has {device.num_cores} cores; each rank needs one to make progress"
+        )
+    if options.sealed is not False:
+        raise InvalidArgumentError(f"tensor_parallel={count}: a sealed bundle has the kernels of one rank only")
+
+
+def threads_of_rank(options: LoadOptions, device: Device) -> int | None:
+    """Returns the threads of each rank, at least one; ``None`` leaves them open."""
+    if options.tensor_parallel == 1:
+        return options.num_threads
+    return max(1, (options.num_threads or device.num_cores) // options.tensor_parallel)
+
+
+def memory_of_rank(device: Device, count: int) -> Device:
+    """Returns the device with the memory that one of ``count`` ranks may take: those of a CPU share its memory."""
+    return replace(device, memory_bytes=device.memory_bytes // count) if device.kind == "cpu" else device
+
+
+def start_team(
+    source: ModelSource,
+    described: ModelBuild,
+    config: EngineConfig,
+    device: Device,
+    target: str,
+    num_threads: int | None,
+    ledger: Ledger,
+) -> Team:
+    """Starts the other ranks of the model, of which ``described`` is the part of rank 0. They load meanwhile."""
+    count = described.spec.rank.count
+    setups = [
+        RankSetup(
+            version=__version__,
+            described=replace(described, spec=shard(source.spec, Rank(index, count), described.weight_format)),
+            config=config,
+            checkpoint=source.checkpoint,
+            device=device,
+            target=target,
+            num_threads=num_threads,
+            activation_bytes=ledger.size_bytes("activations"),
+        )
+        for index in range(1, count)
+    ]
+    return Team(setups)

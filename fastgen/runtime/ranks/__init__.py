@@ -1,0 +1,1 @@
+"""Ranks: processes that share a model, led by the one that schedules."""
