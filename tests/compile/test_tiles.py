@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 from fastgen.compile.build.cpp import CppBuilder
-from fastgen.compile.ops.linear.cpp import linear_spec
+from fastgen.compile.ops.linear.cpp import LinearKernel, linear_spec
 from fastgen.compile.render import inline_headers, render
-from fastgen.compile.spec import KernelSpec
+from fastgen.compile.weights.packed import TILED, WeightFormat
 from tests.compile import tile_arithmetic as tile
 from tests.compile.arches import EMULATED, HERE
-from tests.compile.linear_cases import Layer
+from tests.compile.linear_cases import Layer, draw, loader
 
 HAS_TILES = pytest.mark.skipif("amx" not in (HERE, *EMULATED), reason="tiles are used beside AVX-512 with bf16")
 
@@ -144,14 +144,35 @@ def test_a_layer_has_the_bits_of_the_definition(num_rows: int) -> None:
             assert (found.view(np.int32) == expected.view(np.int32)).all(), (kind, out_features, in_features)
 
 
+@HAS_TILES
+@pytest.mark.parametrize("weight_format", TILED)
+def test_as_many_rows_as_a_step_has_give_the_bits_of_each_alone(weight_format: WeightFormat) -> None:
+    """Over the edges of tiles of rows, of pairs of them, of strips of k, and of blocks of rows."""
+    most = 520
+    kernel = LinearKernel(loader("amx").load(linear_spec(weight_format, "amx")), most, 1100)
+    x, weight, bias = draw(12, most, 70, 1100)
+    packed = Layer("amx", weight_format).pack(weight, bias)
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        out = torch.full((len(rows), 70), torch.nan)
+        kernel(rows, packed, out)
+        return out
+
+    together = run(x)
+    assert torch.equal(torch.cat([run(row[None]) for row in x]), together)
+    for num_rows in (*range(2, 50), 63, 64, 65, 96, 97, 128, 129, 255, 256, 257, 511, 512):
+        assert torch.equal(run(x[:num_rows]), together[:num_rows]), num_rows
+        assert torch.equal(run(x[-num_rows:]), together[-num_rows:]), num_rows
+
+
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
-@pytest.mark.parametrize("weight_format", ["bf16_dot", "int8", "int4"])
+@pytest.mark.parametrize("weight_format", TILED)
 def test_the_unit_itself_is_used_without_emulation(
-    weight_format: str, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weight_format: WeightFormat, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Assemblers write operands in the contrary order: weights, x, sums."""
     monkeypatch.setenv("FASTGEN_EMULATE_AMX", "0")
-    spec: KernelSpec = linear_spec(weight_format, "amx")  # type: ignore[arg-type]
+    spec = linear_spec(weight_format, "amx")
     (tmp_path / "kernel.cpp").write_text(render(spec))
     builder = CppBuilder("amx", shutil.which(compiler) or pytest.skip(f"{compiler} is not installed"))
     flags = [flag for flag in builder.flags if not flag.startswith("-W")]

@@ -90,10 +90,12 @@ INLINE f32v flushed(f32v x) {
 INLINE f32v fma_flushed(f32v a, f32v b, f32v c) {
     f32v result = fma(a, b, c);
     // A result of this size may be rounded from less: on the coarser grid of denormals, not to 24 bits.
-    const __mmask16 smallest = _mm512_cmpeq_epi32_mask(__m512i(bits_of<u32v>(result) & 0x7fffffffu), _mm512_set1_epi32(0x00800000));
+    const u32v magnitude = bits_of<u32v>(result) & 0x7fffffffu;
+    const __mmask16 smallest = _mm512_cmpeq_epi32_mask(__m512i(magnitude), _mm512_set1_epi32(0x00800000));
     for (int lane = 0; smallest != 0 && lane < LANES; ++lane) {
         const double exact = double(a[lane]) * b[lane] + c[lane];
-        if ((smallest >> lane & 1) && __builtin_fabs(exact) < 0x1p-126 - 0x1p-151) result[lane] = exact < 0 ? -0.0f : 0.0f;
+        const bool is_less = __builtin_fabs(exact) < 0x1p-126 - 0x1p-151;
+        if ((smallest >> lane & 1) && is_less) result[lane] = exact < 0 ? -0.0f : 0.0f;
     }
     return flushed(result);
 }
@@ -104,7 +106,8 @@ static void dot_bf16() {
     visit_sums<SUMS, A, B>([&](int m) {
         f32v even = {}, odd = {};
         for (int k = 0; k < rows_of(B); ++k) {
-            const u32v a = u32v(all_lanes(load<int32_t>(tiles().rows[A][m] + 4 * k))), b = load<u32v>(tiles().rows[B][k]);
+            const u32v a = u32v(all_lanes(load<int32_t>(tiles().rows[A][m] + 4 * k)));
+            const u32v b = load<u32v>(tiles().rows[B][k]);
             even = fma_flushed(upper(a << 16), upper(b << 16), even);
             odd = fma_flushed(upper(a), upper(b), odd);
         }

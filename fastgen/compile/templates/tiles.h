@@ -21,6 +21,14 @@ static_assert(sizeof(TileShapes) == 64, "as the instruction reads it");
 #ifdef FASTGEN_EMULATE_AMX
 #include "tile_emulation.h"
 #else
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// The system lets a process use tiles if it asks for their registers. fastgen asks before it chooses such a kernel; a program
+// that only loads the kernel asks here.
+constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+[[maybe_unused]] static const long has_asked = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA);
+
 // Gives this thread's tiles their shapes, and makes them zero.
 INLINE void begin_tiles(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory"); }
 // Gives the tiles back: until the next begin_tiles no other instruction here may run.

@@ -28,7 +28,7 @@ _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_dot": torch.bflo
 # Neighbouring weights of one output, where more than one.
 _STEPS = {"bf16_dot": 2, "int8": 4, "int4": GROUP}
 # Formats that a matrix unit multiplies, and the weights of one output that one tile of them has.
-TILED = {"bf16_dot": 32, "int8": 64, "int4": GROUP}
+TILED: dict[WeightFormat, int] = {"bf16_dot": 32, "int8": 64, "int4": GROUP}
 _SCALED = ("int8_weight_only", "int8")
 _MAX_IN_FEATURES = (2**31 - 1) // 127**2  # so that a sum of products of 8 bits has room in 32
 _PIECE = 4 << 20  # weights converted at a time
