@@ -35,6 +35,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # stands before every import of it.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Kernels for a matrix unit are run on CPUs without one too: its instructions are emulated there.
+if (cpu_info := Path("/proc/cpuinfo")).exists() and "amx_bf16" not in cpu_info.read_text(encoding="utf-8"):
+    os.environ["FASTGEN_EMULATE_AMX"] = "1"
+
 # What people and services set for their own terminals, languages and models.
 for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE"):
     os.environ.pop(name, None)

@@ -31,7 +31,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _RENDER = Path(__file__).with_name("render_kernels.py")
 _TARGETS = {
     "triton": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942"),
-    "cpp": ("avx512bf16", "avx512vnni", "avx512", "avx2", "portable"),
+    "cpp": ("amx", "avx512bf16", "avx512vnni", "avx512", "avx2", "portable"),
 }
 _CONTEXT = 2  # lines around a change
 _ALIKE = 0.6  # share of lines that a kernel keeps under another name; with fewer it is one gone and one new

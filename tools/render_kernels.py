@@ -42,9 +42,14 @@ def source_text(spec: KernelSpec, body: str) -> str:
 def render_tree(arches: list[str], recipes: list[str]) -> dict[str, Any]:
     """Returns ``kernels``, a list of rows, and ``texts``, the sources by the number that a row ends with.
 
-    A row is ``[arch, recipe, weight format, template, name, text]``. Empty lists stand for all that the tree has.
+    A row is ``[arch, recipe, weight format, template, name, text]``. Empty lists stand for all that the tree has. An
+    architecture that the tree does not know has no kernels.
     """
     tree: Any = importlib.import_module(next(each for each in _MODULES if importlib.util.find_spec(each)))
+    known = (*tree.CPP_ARCHES, *importlib.import_module(tree.TritonBuilder.__module__).TRITON_ARCHES)
+    arches = [arch for arch in arches or known if arch in known]
+    if not arches:
+        return {"kernels": [], "texts": []}
     needed: Iterable[Needed] = (
         tree.needed(arches, recipes) if hasattr(tree, "needed") else _older(tree, arches, recipes)
     )

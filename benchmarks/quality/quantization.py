@@ -128,9 +128,11 @@ def render(found: dict[str, Any], name: str) -> str:
         f" `python -m benchmarks.quality.quantization --render {name}`.",
         "",
         '`bf16` is `dtype="bfloat16"`. The other formats are `quantize=` over fp32. On `cpp` activations between'
-        " matrices are fp32, whatever the dtype. If weights are in bf16 and the CPU has bf16 dots (instruction set"
-        " `avx512bf16`), inputs of matrices and attention are rounded to bf16, except for routers and latent attention."
-        " Other CPUs widen the weights.",
+        " matrices are fp32, whatever the dtype. If weights are in bf16 and the CPU has bf16 dots (instruction sets"
+        " `amx` and `avx512bf16`), inputs of matrices and attention are rounded to bf16, except for routers and latent"
+        " attention. Other CPUs widen the weights. The matrix unit of `amx` takes denormal numbers for zero and adds"
+        " the products of bf16 in another order than `avx512bf16`: errors are of the same size, and bits differ."
+        " `int8` and `int4` have the same bits with it.",
         "",
         "| `quantize=` | weights | activations | `target=` |",
         "|---|---|---|---|",

@@ -14,6 +14,7 @@ from fastgen.options import LoadOptions
 from fastgen.version import __version__
 
 if TYPE_CHECKING:
+    from fastgen.compile.host.device import Device
     from fastgen.models.shard.plan import ShardPlan
     from fastgen.models.spec import ModelSpec
     from fastgen.runtime.memory.ledger import Ledger
@@ -79,6 +80,7 @@ def _installed(package: str) -> str | None:
 
 
 def _device_facts(name: str) -> dict[str, Any]:
+    from fastgen.compile.build.cpp import cpp_arch
     from fastgen.compile.host.device import current, free_memory_bytes
 
     device = current(name)
@@ -89,9 +91,23 @@ def _device_facts(name: str) -> dict[str, Any]:
         "free_memory_bytes": free_memory_bytes(device),
     }
     if device.kind == "cpu":
-        return {**facts, "cores": device.num_cores, "instruction_sets": list(device.instruction_sets)}
+        sets = list(device.instruction_sets)
+        units = {"kernels_for": cpp_arch(device), "matrix_unit": _matrix_unit(device)}
+        return {**facts, "cores": device.num_cores, "instruction_sets": sets, **units}
     assert device.capability is not None
     return {**facts, "capability": "{}.{}".format(*device.capability), "sms": device.num_sms}
+
+
+def _matrix_unit(device: Device) -> str | None:
+    """Returns how the CPU's matrix unit takes part in computing; ``None`` for a CPU without one."""
+    from fastgen.compile.build.cpp import cpp_arch, emulates_amx
+    from fastgen.compile.host.device import AMX
+    from fastgen.compile.weights.packed import ARCHES_WITH_TILES
+
+    if cpp_arch(device) not in ARCHES_WITH_TILES:
+        has_unit = set(AMX) <= set(device.instruction_sets)
+        return device.amx_refusal or ("AMX, not used" if has_unit else None)
+    return "AMX, emulated" if emulates_amx() else "AMX"
 
 
 def _model_facts(source: ModelSource) -> dict[str, Any]:

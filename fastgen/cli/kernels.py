@@ -27,7 +27,7 @@ Target = Annotated[
     str | None,
     typer.Option(
         metavar="ARCH",
-        help="sm_80, sm_86, sm_89, sm_90, sm_100, gfx942; avx512bf16, avx512vnni, avx512, avx2, portable. "
+        help="sm_80, sm_86, sm_89, sm_90, sm_100, gfx942; amx, avx512bf16, avx512vnni, avx512, avx2, portable. "
         "Default: this machine.",
     ),
 ]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -13,6 +15,8 @@ import fastgen
 from benchmarks.cpu.ledger import held_bytes
 from fastgen.cli.options import in_flags
 from fastgen.compile.backends import choose
+from fastgen.compile.build.cpp import cpp_arch
+from fastgen.compile.host import device
 from fastgen.compile.host.device import current
 from fastgen.errors import (
     CompilerNotFoundError,
@@ -39,7 +43,30 @@ def test_versions_and_device(run) -> None:
         "memory_bytes": cpu.memory_bytes,
         "cores": cpu.num_cores,
         "instruction_sets": list(cpu.instruction_sets),
+        "kernels_for": cpp_arch(cpu),
+        "matrix_unit": "AMX" if cpp_arch(cpu) == "amx" else None,
     }
+
+
+def test_a_matrix_unit_is_named(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unit(**more: Any) -> tuple[str, str | None]:
+        cpu = replace(current("cpu"), **more)
+        monkeypatch.setattr(device, "current", lambda _name: cpu)
+        facts = json.loads(run("info", "--json").out)["device"]
+        return facts["kernels_for"], facts["matrix_unit"]
+
+    sets = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16")
+    monkeypatch.setenv("FASTGEN_EMULATE_AMX", "0")
+    monkeypatch.delenv("FASTGEN_CPP_ARCH", raising=False)
+    assert unit(instruction_sets=(*sets, *device.AMX)) == ("amx", "AMX")
+    assert unit(instruction_sets=sets) == ("avx512bf16", None)
+    refusal = "the system refused the matrix unit: Invalid argument"
+    assert unit(instruction_sets=sets, amx_refusal=refusal) == ("avx512bf16", refusal)
+    monkeypatch.setenv("FASTGEN_CPP_ARCH", "avx2")
+    assert unit(instruction_sets=(*sets, *device.AMX)) == ("avx2", "AMX, not used")
+    monkeypatch.setenv("FASTGEN_CPP_ARCH", "amx")
+    monkeypatch.setenv("FASTGEN_EMULATE_AMX", "1")
+    assert unit(instruction_sets=sets) == ("amx", "AMX, emulated")
 
 
 def test_for_people(run) -> None:

@@ -11,24 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
+from fastgen.compile.build.cpp import CppBuilder
 from fastgen.compile.build.loader import KernelLoader
-from fastgen.compile.host import device
 from fastgen.compile.host.thread_pool import ThreadPool, load_thread_pool, thread_pool_spec
 from fastgen.compile.ops.linear.cpp import LinearKernel, linear_spec
 from fastgen.compile.ops.linear.reference import linear, linear_int4, linear_int8, linear_int8_weight_only
 from fastgen.compile.render import render
 from fastgen.compile.spec import KernelSpec
 from fastgen.compile.weights.formats import quantize_channels, quantize_groups
-from fastgen.compile.weights.packed import PackedWeight, WeightFormat, formats_of
+from fastgen.compile.weights.packed import TILED, PackedWeight, WeightFormat, formats_of
+from tests.compile.arches import ARCHES, EMULATED, HERE, NATIVE
 
-HERE = cpp_arch(device.current("cpu"))
 FORMATS = formats_of(HERE)
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_dot": torch.bfloat16, "fp16": torch.float16}
-# Those whose instructions this machine has.
-ARCHES = CPP_ARCHES[CPP_ARCHES.index(HERE) :]
-ONCE = [(HERE, each) for each in FORMATS] + [
-    (arch, each) for arch in ARCHES[1:] if arch != "avx512" for each in ("fp32", "int8")
+ONCE = [
+    *((arch, each) for arch in EMULATED for each in TILED),
+    *((HERE, each) for each in FORMATS),
+    *((arch, each) for arch in NATIVE[1:] if arch != "avx512" for each in ("fp32", "int8")),
 ]
 ALL = [(arch, each) for arch in ARCHES for each in formats_of(arch)]
 KERNELS = [pytest.param((arch, each), id=f"{arch}-{each}") for arch, each in ONCE] + [
@@ -115,7 +114,7 @@ static T* exactly(size_t count) {  // so that one past the end is found
 }
 static void run(int64_t num_rows, int64_t in_features, int64_t out_features, int64_t num_groups) {
     const int64_t num_panels = num_groups * ((out_features + PANEL - 1) / PANEL);
-    const int64_t num_steps = (in_features + K_STEP - 1) / K_STEP, choices_per_row = 2;
+    const int64_t num_steps = (in_features + UNIT - 1) / UNIT * UNIT / K_STEP, choices_per_row = 2;
     const int64_t x_group_stride = in_features, y_group_stride = out_features;
     const int64_t x_rows = ROUTED ? num_rows : num_rows * num_groups;
     const int64_t y_rows = ROUTED ? num_rows * choices_per_row : num_rows * num_groups;
@@ -123,8 +122,10 @@ static void run(int64_t num_rows, int64_t in_features, int64_t out_features, int
     float *x = exactly<float>(x_rows * in_features), *y = exactly<float>(y_rows * out_features);
     uint8_t* weights = exactly<uint8_t>(num_panels * num_steps * PANEL_BYTES_PER_STEP);
     float *scale = exactly<float>(num_panels * PANEL), *bias = exactly<float>(num_panels * PANEL);
-    const int64_t row_bytes = K_STEP == 2 ? 2 * in_features + 2 : (in_features / 32 + 1) * 40;
-    uint8_t* workspace = exactly<uint8_t>(x_rows * (row_bytes + 128));
+    const int64_t most_k = HAS_TILES ? in_features + UNIT - 1 : in_features;
+    const int64_t row_bytes = K_STEP == 2 ? 2 * most_k + 2 : (most_k / 32 + 1) * 40;
+    const int64_t prepared_rows = !HAS_TILES ? x_rows : (ROUTED ? y_rows : x_rows) + 15;
+    uint8_t* workspace = exactly<uint8_t>(prepared_rows * (row_bytes + 128));
     int64_t *order = exactly<int64_t>(y_rows), *first_rows = exactly<int64_t>(num_groups + 1);
     for (int64_t group = 0, place = 0; group < num_groups; ++group) {  // of squares, so some groups are empty
         first_rows[group] = place;
@@ -152,8 +153,9 @@ int main() {
 
 def sanitize(spec: KernelSpec, directory: Path) -> None:
     """Runs the kernel of :func:`linear_spec` for many sizes under the address and undefined-behaviour sanitizers."""
-    arguments = ", ".join(argument.name for argument in spec.arguments)
-    main = SANITIZED.replace("CALL", f"{spec.name}({arguments})")
+    arguments, tiles = ", ".join(argument.name for argument in spec.arguments), spec.parameters["tiles"]
+    main = SANITIZED.replace("CALL", f"{spec.name}({arguments})").replace("HAS_TILES", "true" if tiles else "false")
+    main = main.replace("UNIT", str(tiles or "K_STEP"))
     (directory / "pool.cpp").write_text(render(thread_pool_spec()))
     (directory / "main.cpp").write_text(
         '#include <cstdio>\n#include <type_traits>\nextern "C" int fastgen_set_num_threads(int);\n'

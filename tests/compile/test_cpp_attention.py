@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
+from fastgen.compile.build.cpp import CppBuilder
 from fastgen.compile.build.loader import KernelLoader
-from fastgen.compile.host import device
 from fastgen.compile.host.thread_pool import load_thread_pool, thread_pool_spec
 from fastgen.compile.host.workspace import Workspace
 from fastgen.compile.ops.attention.cpp import AttentionKernel, AttentionLimits, attention_spec, empty_cache
@@ -25,10 +24,8 @@ from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.render import render
 from fastgen.compile.spec import torch_dtype
 from fastgen.compile.weights.packed import ARCHES_WITH_BF16_DOT
+from tests.compile.arches import ARCHES, EMULATED, HERE
 
-HERE = cpp_arch(device.current("cpu"))
-# Those whose instructions this machine has.
-ARCHES = CPP_ARCHES[CPP_ARCHES.index(HERE) :]
 SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=32, block_size=16, dtype="fp32", scale=0.2)
 FEATURES: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 37},
@@ -42,6 +39,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bf16 with tails": {"dtype": "bf16", "head_dim": 22, "v_dim": 22},
     "bf16 in small blocks": {"dtype": "bf16", "block_size": 4},
     "fp16": {"dtype": "fp16"},
+    "bf16 in large heads": {"dtype": "bf16", "head_dim": 96, "v_dim": 96},
 }
 # What decides how keys near the edge of a window are read.
 NEAR_BLOCKS: dict[str, dict[str, Any]] = {
@@ -211,12 +209,18 @@ def test_sizes(
     assert_close(batch, batch.computed(loaders[HERE]))
 
 
-@pytest.mark.parametrize("feature", [None, "window", "small blocks", "bf16", *NEAR_BLOCKS])
+@pytest.mark.parametrize(
+    ("arch", "feature"),
+    [
+        *((HERE, feature) for feature in (None, "window", "small blocks", "bf16", *NEAR_BLOCKS)),
+        *((arch, feature) for arch in EMULATED for feature in ("bf16", "a window of odd blocks in bf16")),
+    ],
+)
 def test_a_sequence_gets_the_same_bits_in_any_batch_chunking_and_number_of_threads(
-    loaders: dict[str, KernelLoader], feature: str | None
+    loaders: dict[str, KernelLoader], arch: str, feature: str | None
 ) -> None:
     shape = with_features(*([feature] if feature else []))
-    length, loader = 1500, loaders[HERE]
+    length, loader = 1500, loaders[arch]
     alone = Batch(shape, [(length, length)], 7, num_padding=0)
     whole = alone.computed(loader)
     for chunk in (1, 5, 64, 1499):
@@ -240,22 +244,22 @@ def test_a_sequence_gets_the_same_bits_in_any_batch_chunking_and_number_of_threa
         assert torch.equal(together.computed(loader, 2)[mine], whole), seed
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("arch", "dtype"), [(HERE, "fp32"), (HERE, "bf16"), *((arch, "bf16") for arch in EMULATED)])
 def test_how_the_heads_and_keys_of_decodes_are_shared_out_shows_nowhere(
-    loaders: dict[str, KernelLoader], dtype: str
+    loaders: dict[str, KernelLoader], arch: str, dtype: str
 ) -> None:
     shape = AttentionShape(24, 8, 32, 16, dtype, scale=0.2)
     batch = Batch(shape, [(1, 5000), (1, 17), (1, 900), (2, 1030)], 3)
-    found = batch.computed(loaders[HERE])
+    found = batch.computed(loaders[arch])
     assert_close(batch, found)
     for num_threads in (2, 3, 7):
-        assert torch.equal(batch.computed(loaders[HERE], num_threads), found), num_threads
+        assert torch.equal(batch.computed(loaders[arch], num_threads), found), num_threads
     q, starts, tables, seq_lens = batch.q, batch.starts, batch.tables, batch.seq_lens
     for row in range(len(seq_lens)):
         mine = slice(int(starts[row]), int(starts[row + 1]))
         batch.q, batch.starts = q[mine], torch.tensor([0, mine.stop - mine.start], dtype=torch.int32)
         batch.tables, batch.seq_lens = tables[row : row + 1], seq_lens[row : row + 1]
-        assert torch.equal(batch.computed(loaders[HERE]), found[mine]), row
+        assert torch.equal(batch.computed(loaders[arch]), found[mine]), row
 
 
 @pytest.mark.parametrize("arch", ARCHES)

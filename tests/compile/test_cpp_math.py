@@ -15,7 +15,7 @@ from fastgen.compile.host import device
 from fastgen.compile.render import inline_headers
 
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(cpp_arch(device.current("cpu"))) :]
-LANES = {"avx512bf16": 16, "avx512vnni": 16, "avx512": 16, "avx2": 8, "portable": 4}
+LANES = {"amx": 16, "avx512bf16": 16, "avx512vnni": 16, "avx512": 16, "avx2": 8, "portable": 4}
 FUNCTIONS = {"exp": "exp(v)", "tanh": "tanh(v)", "erfc": "erfc_positive(v, v * v)"}
 ULP = 2.0**-24
 # Below it results are 0 or lose digits.

@@ -10,19 +10,16 @@ import pytest
 import torch
 
 from fastgen.compile.build.cache import KernelCache
-from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
+from fastgen.compile.build.cpp import CppBuilder
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.capture.tape import tape_spec
-from fastgen.compile.host import device
 from fastgen.compile.host.thread_pool import thread_pool_spec
 from fastgen.compile.ops.experts.cpp import SortKernel, sort_spec
 from fastgen.compile.render import render
+from tests.compile.arches import ARCHES, EMULATED, HERE
 from tests.compile.captured_launches import CapturedLaunch, FlaggedBuilder, Replayer, captured
 from tests.compile.kernel_runs import names_of, run
 
-HERE = cpp_arch(device.current("cpu"))
-# Those whose instructions this machine has.
-ARCHES = CPP_ARCHES[CPP_ARCHES.index(HERE) :]
 MEMORY, THREADS = "address,undefined", "thread"
 # A kernel each: what else there is takes as many minutes as these take seconds.
 QUICK = {("tables int8", HERE, MEMORY), ("latent 1", HERE, MEMORY)}
@@ -30,7 +27,7 @@ CASES = [
     pytest.param(*case, id=" ".join(case), marks=[] if case in QUICK else pytest.mark.slow)
     for arch in ARCHES
     for name in names_of(arch)
-    for case in [(name, arch, MEMORY), *([(name, arch, THREADS)] if arch == HERE else [])]
+    for case in [(name, arch, MEMORY), *([(name, arch, THREADS)] if arch in (HERE, *EMULATED) else [])]
 ]
 UNUSED = ("-Wno-unused-function", "-Wno-unused-parameter", "-Wno-unused-const-variable")
 # Without what features that are off leave unused.

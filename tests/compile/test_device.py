@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,37 @@ def test_hyper_threads_are_not_cores(machine: Path) -> None:
     assert cpu.instruction_sets == ("avx2", "fma", "avx512f", "amx_tile")
     assert cpu.torch_device == torch.device("cpu")
     assert str(cpu) == "cpu"
+
+
+def test_a_matrix_unit_counts_only_with_the_permission_of_the_system(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (machine / "cpuinfo").write_text(INTEL.replace("amx_tile", "amx_bf16 amx_tile amx_int8"))
+    asked = []
+
+    class System:
+        answer = 0
+
+        def syscall(self, *numbers: int) -> int:
+            asked.append(numbers)
+            ctypes.set_errno(errno.ENOSPC)
+            return self.answer
+
+    monkeypatch.setattr(device.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda *_args, **_options: System())
+    for System.answer, sets, refusal in (
+        (0, ("avx2", "fma", "avx512f", "amx_tile", "amx_bf16", "amx_int8"), ""),
+        (-1, ("avx2", "fma", "avx512f"), "the system refused the matrix unit: No space left on device"),
+    ):
+        device._amx_refusal.cache_clear()
+        for _ in range(2):
+            cpu = device.current("cpu")
+            assert (cpu.instruction_sets, cpu.amx_refusal) == (sets, refusal)
+    device._amx_refusal.cache_clear()
+    assert asked == [(158, 0x1023, 18)] * 2  # once for each answer
+    assert [record.message for record in caplog.records] == [
+        "the CPU has a matrix unit (AMX), but the system does not let this process use it: No space left on device"
+    ]
 
 
 def test_only_the_cores_this_process_may_use_count(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, find_compiler
 from fastgen.compile.build.loader import KernelLoader, make_builder, target_of
 from fastgen.compile.build.triton import TritonBuilder, TritonKernel, triton_arch
-from fastgen.compile.host.device import Device
+from fastgen.compile.host.device import AMX, Device
 from fastgen.compile.ops.experts.triton import sort_spec
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import CompilerNotFoundError, InvalidArgumentError, KernelError
@@ -49,6 +49,9 @@ def test_the_target_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert target_of(Device("cuda", "B200", 1 << 37, 0, capability=(10, 0))) == "sm_100"
     full = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16")
     for sets, arch in (
+        ((*full, *AMX), "amx"),
+        ((*full[:6], *AMX), "avx512vnni"),
+        ((*full, *AMX[:2]), "avx512bf16"),
         (full, "avx512bf16"),
         (full[:6], "avx512vnni"),
         (full[:5], "avx512"),
@@ -57,6 +60,26 @@ def test_the_target_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         ((), "portable"),
     ):
         assert target_of(Device("cpu", "some", 1 << 30, instruction_sets=sets)) == arch
+
+
+def test_a_matrix_unit_is_emulated_only_if_both_variables_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16")
+    cpu = Device("cpu", "some", 1 << 30, instruction_sets=sets, amx_refusal="the system refused it: Invalid argument")
+    monkeypatch.setenv("FASTGEN_EMULATE_AMX", "1")
+    monkeypatch.delenv("FASTGEN_CPP_ARCH", raising=False)
+    assert target_of(cpu) == "avx512bf16"
+    assert "-DFASTGEN_EMULATE_AMX" in CppBuilder("amx").flags
+    assert "-DFASTGEN_EMULATE_AMX" not in CppBuilder("avx512bf16").flags
+    monkeypatch.setenv("FASTGEN_CPP_ARCH", "amx")
+    assert target_of(cpu) == "amx"
+    monkeypatch.setenv("FASTGEN_EMULATE_AMX", "0")
+    assert "-DFASTGEN_EMULATE_AMX" not in CppBuilder("amx").flags
+    lacking = "lacks amx_bf16, amx_int8, amx_tile .the system refused it: Invalid argument.; it can run avx512bf16, "
+    with pytest.raises(InvalidArgumentError, match=lacking):
+        target_of(cpu)
+    monkeypatch.setenv("FASTGEN_EMULATE_AMX", "1")
+    with pytest.raises(InvalidArgumentError, match="lacks amx_bf16"):
+        target_of(Device("cpu", "some", 1 << 30, instruction_sets=sets[:6]))
 
 
 def test_triton_versions_and_settings_are_part_of_the_key(monkeypatch) -> None:

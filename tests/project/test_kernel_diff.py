@@ -104,7 +104,7 @@ def test_an_unknown_commit_architecture_or_recipe_is_an_error_of_one_line(reposi
     for arguments, message in (
         (["nowhere"], "this repository has no commit 'nowhere'"),
         (["HEAD", "--arch", "sm_1"], "architecture 'sm_1': expected some of sm_80, "),
-        (["HEAD", "--target", "cpp", "--arch", "sm_90"], "architecture 'sm_90': expected some of avx512bf16, "),
+        (["HEAD", "--target", "cpp", "--arch", "sm_90"], "architecture 'sm_90': expected some of amx, avx512bf16, "),
         (["HEAD", "--recipe", "lama"], "recipe 'lama': expected some of bloom, "),
     ):
         done = run(repository, *arguments)

@@ -45,9 +45,11 @@ LATENT = {
     "moe_intermediate_size": 19,
     "num_key_value_heads": 4,
 }
-# Plain; softcaps, windows, a tied head; experts and QK-norm; layer norms and biases; latent attention and groups.
+# Plain; heads of a size that a matrix unit takes; softcaps, windows, a tied head; experts and QK-norm; layer norms and
+# biases; latent attention and groups.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", {}),
+    "Qwen3": ("Qwen3", {"head_dim": 32}),
     "Gemma2": ("Gemma2", {"head_dim": 12, "sliding_window": 9, "final_logit_softcapping": 5.0}),
     "Qwen3Moe": ("Qwen3Moe", EXPERTS | {"head_dim": 12}),
     "Phi": ("Phi", {"qk_layernorm": True}),

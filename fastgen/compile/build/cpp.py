@@ -21,7 +21,7 @@ from torch import Tensor
 from fastgen.compile.build.builder import BuildFailure, BuiltKernel
 from fastgen.compile.build.cache import Entry
 from fastgen.compile.build.reproduce import launch_error, made_up, script
-from fastgen.compile.host.device import Device
+from fastgen.compile.host.device import AMX, Device
 from fastgen.compile.spec import KernelSpec, Target, torch_dtype
 from fastgen.errors import CompilerNotFoundError, InvalidArgumentError, KernelError
 
@@ -36,14 +36,17 @@ _FLAGS = (
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 _ARCH_FLAGS: dict[str, tuple[str, ...]] = {
+    "amx": (*_AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     "avx512bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
     "avx512vnni": (*_AVX512, "-mavx512vnni"),
     "avx512": _AVX512,
     "avx2": _AVX2,
     "portable": (),
 }
+_BF16 = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"}
 _ARCH_NEEDS = {
-    "avx512bf16": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"},
+    "amx": {*_BF16, *AMX},
+    "avx512bf16": _BF16,
     "avx512vnni": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni"},
     "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw"},
     "avx2": {"avx2", "fma", "f16c"},
@@ -56,7 +59,8 @@ _SCALARS = {"fp32": ctypes.c_float, "i32": ctypes.c_int32, "i64": ctypes.c_int64
 def cpp_arch(device: Device) -> str:
     """Returns the best of :data:`CPP_ARCHES` that a CPU can run, or the one that ``$FASTGEN_CPP_ARCH`` names.
 
-    Raises :class:`InvalidArgumentError` where that is none of them, or the CPU lacks its instructions.
+    Raises :class:`InvalidArgumentError` where that is none of them, or the CPU lacks its instructions. With
+    ``$FASTGEN_EMULATE_AMX`` it may be ``amx`` on every CPU that can run ``avx512bf16``.
     """
     possible = [arch for arch in CPP_ARCHES if can_run(arch, device)]
     given = os.environ.get("FASTGEN_CPP_ARCH")
@@ -64,10 +68,13 @@ def cpp_arch(device: Device) -> str:
         return possible[0]
     if given not in CPP_ARCHES:
         raise InvalidArgumentError(f"FASTGEN_CPP_ARCH={given!r}: expected one of {', '.join(CPP_ARCHES)}")
+    if given == "amx" and emulates_amx() and can_run("avx512bf16", device):
+        return given
     if given not in possible:
         lacking = ", ".join(sorted(_ARCH_NEEDS[given] - set(device.instruction_sets)))
+        reason = f" ({device.amx_refusal})" if given == "amx" and device.amx_refusal else ""
         raise InvalidArgumentError(
-            f"FASTGEN_CPP_ARCH={given!r}: this CPU lacks {lacking}; it can run {', '.join(possible)}"
+            f"FASTGEN_CPP_ARCH={given!r}: this CPU lacks {lacking}{reason}; it can run {', '.join(possible)}"
         )
     return given
 
@@ -75,6 +82,12 @@ def cpp_arch(device: Device) -> str:
 def can_run(arch: str, device: Device) -> bool:
     """Returns whether a CPU has the instructions of ``arch``."""
     return _ARCH_NEEDS[arch] <= set(device.instruction_sets)
+
+
+def emulates_amx() -> bool:
+    """Returns whether kernels for ``amx`` are built with their tile instructions emulated: ``$FASTGEN_EMULATE_AMX`` is
+    set. They compute the same bits, slowly."""
+    return os.environ.get("FASTGEN_EMULATE_AMX", "0") not in ("", "0")
 
 
 @cache
@@ -106,7 +119,8 @@ class CppBuilder:
         self.arch = arch
         self.modules: Path | None = None
         self.compiler = compiler or find_compiler()
-        self.flags = (*_FLAGS, *_ARCH_FLAGS[arch])
+        emulation = ("-DFASTGEN_EMULATE_AMX",) if arch == "amx" and emulates_amx() else ()
+        self.flags = (*_FLAGS, *_ARCH_FLAGS[arch], *emulation)
 
     def versions(self) -> Mapping[str, str]:
         return {"compiler": _version(self.compiler), "flags": " ".join(self.flags), "machine": platform.machine()}
@@ -128,7 +142,8 @@ class CppBuilder:
             log = f"{shlex.join(command)}\n{done.stderr}"
             text = script("build_cpp", spec, source, command=repr(command))
             raise BuildFailure(_first_error(done.stderr, done.returncode), log, text)
-        return {"build_s": round(time.perf_counter() - start, 3), "binary_bytes": library.stat().st_size}
+        report = {"build_s": round(time.perf_counter() - start, 3), "binary_bytes": library.stat().st_size}
+        return report | ({"matrix_unit": "AMX"} if spec.parameters.get("tiles") else {})
 
     def end_builds(self) -> None:
         """Does nothing: a build leaves no resources behind."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import os
 import platform
@@ -10,6 +11,7 @@ import re
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -18,12 +20,19 @@ from torch import Tensor
 
 from fastgen.errors import InvalidArgumentError
 
+_log = logging.getLogger(__name__)
+
 # The vector and matrix extensions that matter to arithmetic on weights, by the names Linux gives them.
 _INSTRUCTION_SETS = (
     *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
     *("avx_vnni", "amx_tile", "amx_bf16", "amx_int8"),
     *("asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2"),
 )
+# What a CPU needs for its matrix unit to be used.
+AMX = ("amx_tile", "amx_bf16", "amx_int8")
+_ARCH_PRCTL = 158  # Linux's numbers on x86-64: of the call,
+_REQUEST_PERMISSION = 0x1023  # of what is asked for,
+_TILE_DATA = 18  # and of the registers
 _CPU_INFO = Path("/proc/cpuinfo")
 _MEMORY_INFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -35,6 +44,9 @@ class Device:
 
     A CPU has ``num_cores`` (physical cores that this process may run on) and ``instruction_sets``; an NVIDIA GPU has
     ``capability`` (major, minor) and ``num_sms``. ``memory_bytes`` is the memory the device has, not what is free.
+
+    A CPU's matrix unit is among its instruction sets only if the system lets this process use it. ``amx_refusal`` says
+    why it does not.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -45,6 +57,7 @@ class Device:
     instruction_sets: tuple[str, ...] = ()
     capability: tuple[int, int] | None = None
     num_sms: int = 0
+    amx_refusal: str = ""
 
     @property
     def torch_device(self) -> torch.device:
@@ -135,13 +148,34 @@ def _cpu() -> Device:
     processors = [processor for processor in _parse_cpu_info(facts) if int(processor["processor"]) in allowed]
     flags = set((processors[0].get("flags") or processors[0].get("Features") or "").split()) if processors else set()
     model_name = processors[0].get("model name", "") if processors else ""
+    refusal = _amx_refusal() if flags.issuperset(AMX) else ""
+    if refusal:
+        flags.difference_update(AMX)
     return Device(
         kind="cpu",
         name=model_name or platform.processor() or platform.machine(),
         memory_bytes=_memory_bytes(),
         num_cores=min(_count_cores(processors) or len(allowed), _quota_cores()),
         instruction_sets=tuple(name for name in _INSTRUCTION_SETS if name in flags),
+        amx_refusal=refusal,
     )
+
+
+@cache
+def _amx_refusal() -> str:
+    """Asks the system, once in a process, for the registers of the matrix unit. Returns why they are refused, or an
+    empty text.
+
+    Without this permission the first tile instruction of any thread ends the process.
+    """
+    reason = f"Linux on x86-64 is needed, and this is {platform.system()} on {platform.machine()}"
+    if platform.system() == "Linux" and platform.machine() == "x86_64":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0:
+            return ""
+        reason = os.strerror(ctypes.get_errno())
+    _log.warning("the CPU has a matrix unit (AMX), but the system does not let this process use it: %s", reason)
+    return f"the system refused the matrix unit: {reason}"
 
 
 def _allowed_cpus() -> set[int]:

@@ -17,14 +17,18 @@ from fastgen.errors import InvalidArgumentError
 # ``"bf16_dot"``, ``"int8"`` and ``"int4"`` have their inputs rounded too; the others multiply in fp32.
 WeightFormat = Literal["fp32", "bf16", "fp16", "bf16_dot", "int8_weight_only", "int8", "int4"]
 # Outputs whose weights are side by side, by instruction set.
-PANELS = {"avx512bf16": 32, "avx512vnni": 32, "avx512": 32, "avx2": 16, "portable": 16}
+PANELS = {"amx": 32, "avx512bf16": 32, "avx512vnni": 32, "avx512": 32, "avx2": 16, "portable": 16}
 # 32-bit numbers in a vector, by instruction set.
-LANES = {"avx512bf16": 16, "avx512vnni": 16, "avx512": 16, "avx2": 8, "portable": 4}
+LANES = {"amx": 16, "avx512bf16": 16, "avx512vnni": 16, "avx512": 16, "avx2": 8, "portable": 4}
 # Instruction sets with bf16 dots: two products of bf16 are added at once.
-ARCHES_WITH_BF16_DOT = ("avx512bf16",)
+ARCHES_WITH_BF16_DOT = ("amx", "avx512bf16")
+# Instruction sets with a matrix unit. Its tiles of x have rows of 64 bytes.
+ARCHES_WITH_TILES = ("amx",)
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_dot": torch.bfloat16, "fp16": torch.float16}
 # Neighbouring weights of one output, where more than one.
 _STEPS = {"bf16_dot": 2, "int8": 4, "int4": GROUP}
+# Formats that a matrix unit multiplies, and the weights of one output that one tile of them has.
+TILED: dict[WeightFormat, int] = {"bf16_dot": 32, "int8": 64, "int4": GROUP}
 _SCALED = ("int8_weight_only", "int8")
 _MAX_IN_FEATURES = (2**31 - 1) // 127**2  # so that a sum of products of 8 bits has room in 32
 _PIECE = 4 << 20  # weights converted at a time
@@ -39,6 +43,13 @@ def formats_of(arch: str) -> tuple[WeightFormat, ...]:
 def matrix_format(plain: WeightFormat, arch: str) -> WeightFormat:
     """Returns the format for matrices of a model in ``plain`` whose inputs may be rounded to as many bits."""
     return "bf16_dot" if plain == "bf16" and arch in ARCHES_WITH_BF16_DOT else plain
+
+
+def _padded(weight_format: WeightFormat, in_features: int, arch: str) -> int:
+    """Returns the weights that an output has in memory: as many as fill steps, or tiles where there is a matrix unit.
+    Those after ``in_features`` are zero."""
+    unit = TILED.get(weight_format, 1) if arch in ARCHES_WITH_TILES else _STEPS.get(weight_format, 1)
+    return -(-in_features // unit) * unit
 
 
 class PackedWeight:
@@ -76,7 +87,8 @@ class PackedWeight:
         self._panel, self._lanes = PANELS[arch], LANES[arch]
         num_panels = num_groups * -(-out_features // self._panel)
         self._step = _STEPS.get(weight_format, 1)
-        size_bytes = num_panels * _panel_bytes(weight_format, in_features, self._panel)
+        self._padded_features = _padded(weight_format, in_features, arch)
+        size_bytes = num_panels * _panel_bytes(weight_format, self._padded_features, self._panel)
         pages = in_huge_pages(whole_huge_pages(size_bytes), device)
         self.panels = pages[:size_bytes].view(num_panels, -1)
         self.scale = torch.zeros(num_panels * self._panel if weight_format in _SCALED else 0, device=device)
@@ -163,7 +175,7 @@ class PackedWeight:
             return
         if isinstance(values, Quantized):
             self.scale.view(-1, self._panel)[panels] = values.scale.view(-1, self._panel)
-        if missing := -self.in_features % self._step:
+        if missing := self._padded_features - self.in_features:
             codes = pad(codes, (0, missing))
         if self.format == "int8":
             codes = codes ^ -128
@@ -194,10 +206,10 @@ class PackedWeight:
         return numbers.view(count, -1, panel, self._step).transpose(1, 2)
 
 
-def _panel_bytes(weight_format: WeightFormat, in_features: int, panel: int) -> int:
+def _panel_bytes(weight_format: WeightFormat, padded: int, panel: int) -> int:
     step = _STEPS.get(weight_format, 1)
     step_bytes = 18 if weight_format == "int4" else step * _FLOATS.get(weight_format, torch.int8).itemsize
-    return -(-in_features // step) * step_bytes * panel
+    return padded // step * step_bytes * panel
 
 
 def pack_nibbles(codes: Tensor, scale: Tensor, lanes: int, panel: int) -> Tensor:

@@ -13,22 +13,26 @@ from fastgen.compile.host.huge_pages import in_huge_pages
 from fastgen.compile.host.workspace import Workspace
 from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.spec import Argument, KernelSpec, Value
-from fastgen.compile.weights.packed import ARCHES_WITH_BF16_DOT, LANES
+from fastgen.compile.weights.packed import ARCHES_WITH_BF16_DOT, ARCHES_WITH_TILES, LANES
 
 _CPU = torch.device("cpu")
 _WORKSPACE_SIZES = ("workspace_bytes", "num_threads", "scratch_bytes", "max_tasks", "max_pieces")
 # As in ``attention_tasks.h``: rows by lanes, and the sizes of structs.
 _MAX_ROWS = {16: 6, 8: 2, 4: 4}
 _TASK_BYTES, _PIECE_BYTES = 64, 24
+_TILE_FEATURES = 32  # that a matrix unit multiplies at once
 
 
 def attention_spec(shape: AttentionShape, arch: str, needed_by: tuple[str, ...] = ()) -> KernelSpec:
     """Returns the kernel for :class:`AttentionKernel`. ``arch`` is one of the C++ builder's; ``shape.dtype`` is the
     cache's, while queries and results are fp32. With a cache in bf16, an ``arch`` with bf16 dots uses them: queries and
-    weights are rounded to bf16 too, unless ``head_dim`` is odd or keys hold the values.
+    weights are rounded to bf16 too, unless ``head_dim`` is odd or keys hold the values. A matrix unit, where there is
+    one, multiplies these if ``head_dim`` and ``v_dim`` are multiples of 32.
     """
     dtype, has_v = shape.dtype, not shape.values_in_keys
     bf16_dot = arch in ARCHES_WITH_BF16_DOT and dtype == "bf16" and shape.head_dim % 2 == 0 and has_v
+    fits_tiles = shape.head_dim % _TILE_FEATURES == 0 and shape.v_dim % _TILE_FEATURES == 0
+    tiles = bf16_dot and arch in ARCHES_WITH_TILES and fits_tiles
     arguments = (
         Argument("q", "fp32", "in"),
         *(Argument(name, dtype, "in") for name in ("k_cache", *(("v_cache",) if has_v else ()))),
@@ -47,6 +51,7 @@ def attention_spec(shape: AttentionShape, arch: str, needed_by: tuple[str, ...] 
         "P": shape.block_size,
         "dtype": dtype,
         "bf16_dot": bf16_dot,
+        "tiles": tiles or None,
         "v_in_k": shape.values_in_keys,
         "window": shape.sliding_window,
         "alibi": shape.alibi,

@@ -11,12 +11,13 @@ from torch import Tensor
 from fastgen.compile.build.builder import Kernel
 from fastgen.compile.spec import Argument, KernelSpec
 from fastgen.compile.weights.formats import GROUP
-from fastgen.compile.weights.packed import PANELS, PackedWeight, WeightFormat
+from fastgen.compile.weights.packed import ARCHES_WITH_TILES, PANELS, TILED, PackedWeight, WeightFormat
 
 _CPU = torch.device("cpu")
 _IN_INTEGERS = ("int8", "int4")
 # Formats whose kernels first quantize rows or round them.
 _PREPARED = (*_IN_INTEGERS, "bf16_dot")
+_TILE_ROWS = 16  # that a matrix unit reads at once
 
 
 def linear_spec(
@@ -26,9 +27,11 @@ def linear_spec(
     ``routed`` for :class:`fastgen.compile.ops.experts.cpp.GroupedLinearKernel`.
 
     ``arch`` is the instruction set, one of :data:`fastgen.compile.build.cpp.CPP_ARCHES`. The kernel runs on the
-    thread pool, so call :func:`fastgen.compile.host.thread_pool.load_thread_pool` first.
+    thread pool, so call :func:`fastgen.compile.host.thread_pool.load_thread_pool` first. Where there is a matrix unit,
+    it multiplies all but few rows of the formats that it supports.
     """
     prepares = weight in _PREPARED
+    tiles = TILED.get(weight) if arch in ARCHES_WITH_TILES else None
     arguments = [
         Argument("x", "fp32", "in"),
         Argument("x_stride", "i64", "scalar"),
@@ -50,17 +53,22 @@ def linear_spec(
     return KernelSpec(
         op="linear",
         target="cpp",
-        parameters={"weight": weight, "arch": arch, "panel": PANELS[arch], "routed": routed},
+        parameters={"weight": weight, "arch": arch, "panel": PANELS[arch], "routed": routed, "tiles": tiles},
         arguments=tuple(arguments),
         template="linear_int" if weight in _IN_INTEGERS else "linear_float",
         needed_by=needed_by,
     )
 
 
-def _workspace_bytes(weight: WeightFormat, max_rows: int, max_in_features: int) -> int:
-    """Returns the bytes in which a :class:`LinearKernel` quantizes rows or rounds them to bf16; fp32 needs none."""
+def _workspace_bytes(weight: WeightFormat, arch: str, max_rows: int, max_in_features: int) -> int:
+    """Returns the bytes in which a :class:`LinearKernel` quantizes rows or rounds them to bf16; fp32 needs none.
+
+    A matrix unit reads complete tiles, the last of which may have rows after the last row.
+    """
     if weight not in _PREPARED:
         return 0
+    if arch in ARCHES_WITH_TILES:
+        max_rows, max_in_features = max_rows + _TILE_ROWS - 1, max_in_features + TILED[weight] - 1
     row_bytes = (max_in_features // GROUP + 1) * (GROUP + 8) if weight in _IN_INTEGERS else 2 * (max_in_features + 1)
     return max_rows * (row_bytes + 128)
 
@@ -69,8 +77,8 @@ class LinearKernel:
     """Launches a kernel of :func:`linear_spec`: ``x Wᵀ + b``, ``x`` and ``y`` in fp32.
 
     An output's bits depend only on its row of ``x``, its weights and the instruction set. ``max_rows`` (counting the
-    rows of each group) and ``max_in_features`` bound the rows that are quantized or rounded at once. Each thread needs
-    its own launcher.
+    rows of each group, or where rows are routed the choices) and ``max_in_features`` bound the rows that are quantized
+    or rounded at once. Each thread needs its own launcher.
     """
 
     def __init__(self, kernel: Kernel, max_rows: int, max_in_features: int, device: torch.device = _CPU):
@@ -79,7 +87,7 @@ class LinearKernel:
         self._arch = str(kernel.spec.parameters["arch"])
         self._names = [argument.name for argument in kernel.spec.arguments]
         self._max_rows, self._max_in_features, self._device = max_rows, max_in_features, device
-        size_bytes = _workspace_bytes(self._format, max_rows, max_in_features)
+        size_bytes = _workspace_bytes(self._format, self._arch, max_rows, max_in_features)
         self.workspace = torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
     def pack(self, out_features: int, in_features: int, *, num_groups: int = 1) -> PackedWeight:
@@ -122,7 +130,9 @@ class LinearKernel:
             raise ValueError(f"{found}: expected {expected} and {expected_out}, their rows contiguous")
         if weight.format != self._format or weight.arch != self._arch:
             raise ValueError(f"weights in {weight.format} for {weight.arch}, the kernel is {self._kernel.spec.name}")
-        is_too_large = math.prod(x_rows) > self._max_rows or weight.in_features > self._max_in_features
+        # A matrix unit reads routed rows once for each choice.
+        num_prepared = math.prod(out_rows if self._arch in ARCHES_WITH_TILES else x_rows)
+        is_too_large = num_prepared > self._max_rows or weight.in_features > self._max_in_features
         if is_too_large and self._format in _PREPARED:
             raise ValueError(f"x {tuple(x.shape)}: made for at most {self._max_rows} x {self._max_in_features}")
         given |= {"x": x, "x_stride": x.stride(0), "y": out, "y_stride": out.stride(0), "workspace": self.workspace}

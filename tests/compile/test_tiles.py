@@ -1,0 +1,189 @@
+"""The matrix unit's instructions as they are emulated, against a definition of their own, and as they are assembled."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from fastgen.compile.build.cpp import CppBuilder
+from fastgen.compile.ops.linear.cpp import LinearKernel, linear_spec
+from fastgen.compile.render import inline_headers, render
+from fastgen.compile.weights.packed import TILED, WeightFormat
+from tests.compile import tile_arithmetic as tile
+from tests.compile.arches import EMULATED, HERE
+from tests.compile.linear_cases import Layer, draw, loader
+
+HAS_TILES = pytest.mark.skipif("amx" not in (HERE, *EMULATED), reason="tiles are used beside AVX-512 with bf16")
+
+SOURCE = """
+#define FASTGEN_LANES 16
+#define FASTGEN_HAS_DOT4 1
+#define FASTGEN_HAS_BF16_DOT 1
+#include "tiles.h"
+template <class Dot>
+static void run(int rows, int columns, int depth, const void* a, const void* b, void* sums, Dot dot) {
+    TileShapes shapes;
+    shapes.set(0, rows, 4 * columns);
+    shapes.set(3, rows, 4 * depth);
+    shapes.set(7, depth, 4 * columns);
+    const TilesInUse in_use(shapes);
+    load_tile<0>(sums, 4 * columns);
+    load_tile<3>(a, 4 * depth);
+    stream_tile<7>(b, 4 * columns);
+    dot();
+    store_tile<0>(sums, 4 * columns);
+}
+extern "C" void floats(int rows, int columns, int depth, const void* a, const void* b, void* sums) {
+    run(rows, columns, depth, a, b, sums, [] { dot_bf16<0, 3, 7>(); });
+}
+extern "C" void bytes(int rows, int columns, int depth, const void* a, const void* b, void* sums) {
+    run(rows, columns, depth, a, b, sums, [] { dot_i8_u8<0, 3, 7>(); });
+}
+extern "C" void without_shapes() { zero_tile<0>(); }
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiles")
+    (directory / "tiles.cpp").write_text(inline_headers(SOURCE))
+    builder = CppBuilder("amx")
+    subprocess.run([builder.compiler, *builder.flags, "tiles.cpp", "-o", "tiles.so"], cwd=directory, check=True)
+    return directory / "tiles.so"
+
+
+def by_groups(b: NDArray, size: int) -> NDArray:
+    """Returns ``b [K, N]`` as the instructions read it: each row has ``size`` numbers of each column."""
+    depth, columns = b.shape
+    return np.ascontiguousarray(b.reshape(depth // size, size, columns).transpose(0, 2, 1))
+
+
+def multiplied(library: Path, name: str, a: NDArray, b: NDArray, sums: NDArray) -> NDArray:
+    size = 4 // a.itemsize
+    result, grouped = sums.copy(), by_groups(b, size)
+    addresses = (ctypes.c_void_p(each.ctypes.data) for each in (np.ascontiguousarray(a), grouped, result))
+    getattr(ctypes.CDLL(str(library)), name)(*result.shape, len(b) // size, *addresses)
+    return result
+
+
+def drawn_bf16(rng: np.random.Generator, kind: str, *shape: int) -> NDArray[np.uint16]:
+    if kind == "any bits":
+        return rng.integers(0, 2**16, shape, dtype=np.uint16)
+    numbers = rng.standard_normal(shape)
+    if kind == "wide":
+        numbers *= 2.0 ** rng.integers(-20, 21, shape)
+    if kind == "near the smallest":  # of products: their exponents add up to about -126
+        numbers *= 2.0 ** rng.integers(-66, -60, shape)
+    if kind == "denormal":
+        numbers *= 2.0 ** rng.integers(-132, -120, shape)
+    return tile.rounded(numbers.astype(np.float32)) if kind != "denormal" else upper_half(numbers)
+
+
+def upper_half(numbers: NDArray) -> NDArray[np.uint16]:
+    return (numbers.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+@HAS_TILES
+@pytest.mark.parametrize("kind", ["ordinary", "wide", "near the smallest", "denormal", "any bits"])
+def test_products_of_bf16(library: Path, kind: str) -> None:
+    rng = np.random.default_rng(3)
+    for case in range(60):
+        rows, columns, depth = (int(each) for each in rng.integers(1, 17, 3)) if case else (16, 16, 16)
+        a, b = drawn_bf16(rng, kind, rows, 2 * depth), drawn_bf16(rng, kind, 2 * depth, columns)
+        sums = rng.standard_normal((rows, columns)).astype(np.float32)
+        if kind in ("near the smallest", "denormal"):
+            sums *= np.float32(2.0) ** rng.integers(-130, -122, sums.shape).astype(np.float32)
+        if case % 3 == 0:
+            sums[:] = 0
+        found, expected = multiplied(library, "floats", a, b, sums), tile.dot_bf16(sums, a, b)
+        np.testing.assert_array_equal(np.isnan(found), np.isnan(expected), f"{kind}, case {case}")
+        same = (found.view(np.int32) == expected.view(np.int32)) | np.isnan(found)
+        assert same.all(), (kind, case, found[~same][:4], expected[~same][:4])
+
+
+@HAS_TILES
+def test_products_of_bytes(library: Path) -> None:
+    rng = np.random.default_rng(4)
+    for case in range(40):
+        rows, columns, depth = (int(each) for each in rng.integers(1, 17, 3)) if case else (16, 16, 16)
+        a = rng.integers(-128, 128, (rows, 4 * depth), dtype=np.int8)
+        b = rng.integers(0, 256, (4 * depth, columns), dtype=np.uint8)
+        sums = rng.integers(-(2**31), 2**31, (rows, columns), dtype=np.int32)
+        np.testing.assert_array_equal(multiplied(library, "bytes", a, b, sums), tile.dot_bytes(sums, a, b))
+
+
+@pytest.mark.skipif(not EMULATED, reason="hardware raises a signal instead")
+def test_what_the_hardware_would_trap_ends_the_process(library: Path) -> None:
+    code = f"import ctypes; ctypes.CDLL({str(library)!r}).without_shapes()"
+    done = subprocess.run(["python3", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-6, "AMX would trap: this thread's tiles have no shapes\n")
+
+
+@HAS_TILES
+@pytest.mark.parametrize("num_rows", [1, 4, 5, 16, 17, 40])
+def test_a_layer_has_the_bits_of_the_definition(num_rows: int) -> None:
+    """By vectors where rows are few, else by tiles: numbers of all sizes, and those that count as zero."""
+    generator = torch.Generator().manual_seed(num_rows)
+    layer, sizes = Layer("amx", "bf16_dot"), {"ordinary": (0, 0), "near the smallest": (-66, -60), "tiny": (-80, -50)}
+    for kind, (low, high) in sizes.items():
+        for out_features, in_features in ((33, 70), (64, 32), (5, 610)):
+            x, weight = (torch.randn(n, in_features, generator=generator) for n in (num_rows, out_features))
+            for numbers in (x, weight):
+                numbers *= 2.0 ** torch.randint(low, high + 1, numbers.shape, generator=generator)
+            bias = torch.randn(out_features, generator=generator) * 2.0 ** (2 * low)
+            found = layer.run(x, layer.pack(weight, bias)).numpy()
+            expected = tile.linear(x.numpy(), weight.numpy(), bias.numpy())
+            assert (found.view(np.int32) == expected.view(np.int32)).all(), (kind, out_features, in_features)
+
+
+@HAS_TILES
+@pytest.mark.parametrize("weight_format", TILED)
+def test_as_many_rows_as_a_step_has_give_the_bits_of_each_alone(weight_format: WeightFormat) -> None:
+    """Over the edges of tiles of rows, of pairs of them, of strips of k, and of blocks of rows."""
+    most = 520
+    kernel = LinearKernel(loader("amx").load(linear_spec(weight_format, "amx")), most, 1100)
+    x, weight, bias = draw(12, most, 70, 1100)
+    packed = Layer("amx", weight_format).pack(weight, bias)
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        out = torch.full((len(rows), 70), torch.nan)
+        kernel(rows, packed, out)
+        return out
+
+    together = run(x)
+    assert torch.equal(torch.cat([run(row[None]) for row in x]), together)
+    for num_rows in (*range(2, 50), 63, 64, 65, 96, 97, 128, 129, 255, 256, 257, 511, 512):
+        assert torch.equal(run(x[:num_rows]), together[:num_rows]), num_rows
+        assert torch.equal(run(x[-num_rows:]), together[-num_rows:]), num_rows
+
+
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+@pytest.mark.parametrize("weight_format", TILED)
+def test_the_unit_itself_is_used_without_emulation(
+    weight_format: WeightFormat, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Assemblers write operands in the contrary order: weights, x, sums."""
+    monkeypatch.setenv("FASTGEN_EMULATE_AMX", "0")
+    spec = linear_spec(weight_format, "amx")
+    (tmp_path / "kernel.cpp").write_text(render(spec))
+    builder = CppBuilder("amx", shutil.which(compiler) or pytest.skip(f"{compiler} is not installed"))
+    flags = [flag for flag in builder.flags if not flag.startswith("-W")]
+    command = [builder.compiler, *flags, "-c", "kernel.cpp", "-o", "kernel.o"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    listing = subprocess.run(["objdump", "-d", "kernel.o"], cwd=tmp_path, check=True, capture_output=True, text=True)
+    dot = "tdpbf16ps" if weight_format == "bf16_dot" else "tdpbsud"
+    found = set(re.findall(dot + r" +%tmm(\d),%tmm(\d),%tmm(\d)", listing.stdout))
+    assert found == (
+        {("6", "4", "0"), ("7", "5", "1")}
+        if weight_format == "int4"
+        else {("6", "4", "0"), ("7", "4", "1"), ("6", "5", "2"), ("7", "5", "3"), ("6", "4", "2"), ("7", "4", "3")}
+    )
+    assert re.search(r"ldtilecfg .*\btilerelease\b", listing.stdout, re.DOTALL)
