@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +18,13 @@ from fastgen.verify.subject import load_subject
 LARGEST_SIZE = 64
 _NUM_STEPS = 5
 _MARGIN = 1e-3
+_SAMPLING: dict[str, Any] = {
+    "temperature": 0,
+    "max_new_tokens": _NUM_STEPS,
+    "ignore_eos": True,
+    "logprobs": 2,
+    "prompt_logprobs": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -44,9 +52,7 @@ def engine_results(
     """
     prompts = [list(prompt) for prompt in case.prompts]
     expected = _expected(case, logits)
-    alone: list[GenerationOutput] = []
-    for prompt in prompts:
-        alone += _outputs(recipe, case, spec, LARGEST_SIZE, [prompt])
+    alone = _outputs(recipe, case, spec, LARGEST_SIZE, prompts, one_by_one=True)
     yield _result("alone", alone, alone, expected, "one prompt alone")
     for size in sizes:
         outputs = _outputs(recipe, case, spec, size, prompts)
@@ -66,14 +72,15 @@ def _outputs(
     prompts: list[list[int]],
     target: str = "torch",
     device: str = "cpu",
+    *,
+    one_by_one: bool = False,
 ) -> list[GenerationOutput]:
     subject = load_subject(
         case.directory, recipe, spec, token_budget=size, max_num_seqs=min(size, 3), target=target, device=device
     )
     with subject as llm:
-        return llm.generate(
-            prompts, temperature=0, max_new_tokens=_NUM_STEPS, ignore_eos=True, logprobs=2, prompt_logprobs=0
-        )
+        batches = [[prompt] for prompt in prompts] if one_by_one else [prompts]
+        return [output for batch in batches for output in llm.generate(batch, **_SAMPLING)]
 
 
 def _expected(case: Case, logits: Tensor) -> list[list[float]]:
