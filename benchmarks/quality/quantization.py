@@ -132,7 +132,7 @@ def render(found: dict[str, Any], name: str) -> str:
         " `amx` and `avx512bf16`), inputs of matrices and attention are rounded to bf16, except for routers and latent"
         " attention. Other CPUs widen the weights. The matrix unit of `amx` takes denormal numbers for zero and adds"
         " the products of bf16 in another order than `avx512bf16`: errors are of the same size, and bits differ."
-        " `int8` and `int4` have the same bits with it.",
+        " Layers in `int8` and `int4` have the same bits on both.",
         "",
         "| `quantize=` | weights | activations | `target=` |",
         "|---|---|---|---|",

@@ -39,7 +39,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bf16 with tails": {"dtype": "bf16", "head_dim": 22, "v_dim": 22},
     "bf16 in small blocks": {"dtype": "bf16", "block_size": 4},
     "fp16": {"dtype": "fp16"},
-    "bf16 in large heads": {"dtype": "bf16", "head_dim": 96, "v_dim": 96},
+    "bf16 in large heads": {"dtype": "bf16", "head_dim": 96, "v_dim": 96, "q_stride": 6 * 96},
 }
 # What decides how keys near the edge of a window are read.
 NEAR_BLOCKS: dict[str, dict[str, Any]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import re
 import shutil
 import subprocess
@@ -14,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from fastgen.compile.build.cpp import CppBuilder
+from fastgen.compile.ops.attention.cpp import attention_spec
+from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.ops.linear.cpp import LinearKernel, linear_spec
 from fastgen.compile.render import inline_headers, render
 from fastgen.compile.weights.packed import TILED, WeightFormat
@@ -165,25 +168,31 @@ def test_as_many_rows_as_a_step_has_give_the_bits_of_each_alone(weight_format: W
         assert torch.equal(run(x[-num_rows:]), together[-num_rows:]), num_rows
 
 
+ATTENTION = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, dtype="bf16", scale=0.125)
+# Operands as assemblers write them: weights, x and sums; of attention keys or values, queries or weights, and sums.
+PANELS_OR_ROWS = {"640", "741", "652", "753", "642", "743"}
+PRODUCTS = {
+    "bf16": (linear_spec("bf16_dot", "amx"), "tdpbf16ps", PANELS_OR_ROWS),
+    "int8": (linear_spec("int8", "amx", routed=True), "tdpbsud", PANELS_OR_ROWS),
+    "int4": (linear_spec("int4", "amx"), "tdpbsud", {"640", "751"}),
+    "attention": (attention_spec(ATTENTION, "amx"), "tdpbf16ps", {"640", "741", "652", "753"}),
+}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have other assemblers")
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
-@pytest.mark.parametrize("weight_format", TILED)
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_the_unit_itself_is_used_without_emulation(
-    weight_format: WeightFormat, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Assemblers write operands in the contrary order: weights, x, sums."""
     monkeypatch.setenv("FASTGEN_EMULATE_AMX", "0")
-    spec = linear_spec(weight_format, "amx")
+    spec, dot, products = PRODUCTS[name]
     (tmp_path / "kernel.cpp").write_text(render(spec))
     builder = CppBuilder("amx", shutil.which(compiler) or pytest.skip(f"{compiler} is not installed"))
     flags = [flag for flag in builder.flags if not flag.startswith("-W")]
     command = [builder.compiler, *flags, "-c", "kernel.cpp", "-o", "kernel.o"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     listing = subprocess.run(["objdump", "-d", "kernel.o"], cwd=tmp_path, check=True, capture_output=True, text=True)
-    dot = "tdpbf16ps" if weight_format == "bf16_dot" else "tdpbsud"
-    found = set(re.findall(dot + r" +%tmm(\d),%tmm(\d),%tmm(\d)", listing.stdout))
-    assert found == (
-        {("6", "4", "0"), ("7", "5", "1")}
-        if weight_format == "int4"
-        else {("6", "4", "0"), ("7", "4", "1"), ("6", "5", "2"), ("7", "5", "3"), ("6", "4", "2"), ("7", "4", "3")}
-    )
+    found = re.findall(dot + r" +%tmm(\d),%tmm(\d),%tmm(\d)", listing.stdout)
+    assert set(map("".join, found)) == products
     assert re.search(r"ldtilecfg .*\btilerelease\b", listing.stdout, re.DOTALL)
