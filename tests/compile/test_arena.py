@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from fastgen.compile.capture.arena import Arena
+from fastgen.compile.capture.arena import SLAB, Arena
 
 
 def test_an_arena_gives_memory_again_and_the_same_to_the_same_requests() -> None:
@@ -36,6 +36,16 @@ def test_an_arena_gives_memory_again_and_the_same_to_the_same_requests() -> None
     size = arena.size_bytes
     assert [history(seed) for seed in range(5)] == first
     assert arena.size_bytes == size
+
+
+def test_a_tensor_larger_than_what_an_arena_grows_by_gets_a_slab_of_its_size() -> None:
+    arena = Arena()
+    for size in (SLAB - 64, SLAB, SLAB + 64, 3 * SLAB):
+        before = arena.size_bytes
+        tensor = arena.like(torch.empty(size, dtype=torch.uint8, device="meta")).fill_(1)
+        assert int(tensor.sum(dtype=torch.int64)) == size
+        del tensor
+        assert arena.size_bytes - before == (0 if size == SLAB else max(size, SLAB))
 
 
 def test_what_is_fixed_reads_the_piece_without_holding_it() -> None:
