@@ -169,7 +169,7 @@ class MemoryModel:
         yield LedgerRow("sampling", storage_bytes(sampling_tensors(self._backend, self.build, config)), seqs)
         ops = self._ops(config)
         yield LedgerRow("kernels' workspaces", storage_bytes(ops.workspaces()), budget)
-        if self.build.spec.rank.count > 1:
+        if self.build.spec.rank.count > 1 and on_host:
             yield LedgerRow("shared with other ranks", memory_bytes(*rank_memory_sizes(self.build.spec, config)))
         yield LedgerRow("attention's parts", storage_bytes(ops.attention_parts()), f"{budget}, {length}")
         if on_host:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -79,6 +80,28 @@ def test_a_lost_rank_ends_the_model(directory: Path, target: str, fault: signal.
         assert "the model has to be loaded again" in again.error
     assert not is_there(process)
     assert not followers(os.getpid())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_ten_lost_ranks_under_load(directory: Path, fault: signal.Signals) -> None:
+    """Each of three other ranks, at any time of a step, while several requests run."""
+    rng = random.Random(int(fault))
+    for turn in range(10):
+        with fastgen.load(directory, tensor_parallel=4, num_threads=4) as llm:
+            processes = followers(os.getpid())
+            assert len(processes) == 3
+            streams = [llm.stream(prompt, max_new_tokens=100, ignore_eos=True) for prompt in prompts(4)]
+            for _ in range(rng.randint(1, 20)):
+                next(streams[0])
+            os.kill(processes[turn % 3], fault)
+            began_s = time.monotonic()
+            for stream in streams:
+                for _ in stream:
+                    pass
+                assert "the model has to be loaded again" in (stream.output.error or "")
+            assert time.monotonic() - began_s < BOUND_S
+        assert not any(is_there(process) for process in processes)
 
 
 def test_closing_leaves_no_process_and_no_memory(directory: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
@@ -91,6 +92,25 @@ def test_two_ranks_answer_as_one(family: str, options: dict[str, Any], tmp_path:
     check_same(one, outputs)
     assert metrics.preemptions_total > 0
     assert metrics.prefix_cache_hit_tokens_total > 0
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int8_weight_only"])
+def test_8_bits_are_rounded_no_worse_by_two_ranks(quantize: str, tmp_path: Path) -> None:
+    """Each rank has a scale for its part of a row, so the numbers differ from those of one scale, but not for the
+    worse."""
+    directory = save_family("llama", tmp_path)
+
+    def scores(**options: Any) -> torch.Tensor:
+        with fastgen.load(directory, num_threads=2, **options) as llm:
+            outputs = llm.generate(PROMPTS, max_new_tokens=1, temperature=0, prompt_logprobs=VOCAB_SIZE)
+        rows = [row for output in outputs for row in (output.prompt_logprobs or [])[1:] if row is not None]
+        return torch.tensor([[row[token_id] for token_id in range(VOCAB_SIZE)] for row in rows])
+
+    exact = scores()
+    by_one, by_two = (
+        (scores(quantize=quantize, tensor_parallel=count) - exact).square().mean().sqrt() for count in (1, 2)
+    )
+    assert by_two <= 1.2 * by_one
 
 
 @pytest.mark.slow
