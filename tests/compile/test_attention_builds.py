@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fastgen.compile.ops.attention.triton import attention_specs
 from fastgen.compile.render import render
 from fastgen.compile.spec import KernelSpec
 from tests.compile.attention_cases import SHIPPED, shape_of
+from tests.compile.sass import exponentials_within_products, instructions, loops
 
 
 def report(spec: KernelSpec, arch: str, directory: Path) -> dict[str, Any]:
@@ -36,6 +38,29 @@ def test_prompts_use_tensor_cores_and_spill_nothing(arch: str, head_dim: int, tm
     shape = AttentionShape(32, 8, head_dim, 64, "bf16", head_dim**-0.5)
     found = check_build(attention_specs(shape, max_num_seqs=256, arch=arch).chunks, arch, tmp_path)
     assert found["matrix_instructions"].get("wgmma" if arch == "sm_90" else "mma", 0) > 0
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_prompts_compute_exponentials_while_the_next_product_runs(
+    head_dim: int, block_size: int, tmp_path: Path
+) -> None:
+    """In the loop over tiles that every row sees: behind the first product of the next tile's keys, and before the wait
+    for these products. Otherwise a tile's exponentials stand behind the wait."""
+    shape, found = AttentionShape(32, 8, head_dim, block_size, "bf16", head_dim**-0.5), {}
+    assert chunk_tiling(shape, "sm_90").ahead
+    for ahead in (True, False):
+        tiling = replace(chunk_tiling(shape, "sm_90"), ahead=ahead)
+        spec = attention_specs(shape, max_num_seqs=256, arch="sm_90", chunk=tiling).chunks
+        loader = KernelLoader(TritonBuilder("sm_90"), cache=KernelCache(tmp_path))
+        (entry,) = loader.build([spec])
+        assert entry.report["spill_bytes"] == 0
+        assert entry.report["shared_bytes"] <= entry.report["shared_limit_bytes"]
+        bodies = loops(instructions(entry.source.with_suffix(".cubin")))
+        found[ahead] = max(map(exponentials_within_products, bodies))
+    # a thread has 32 scores of a tile of 128 x 64, and 2 rows to be shrunk; with small heads products end early
+    assert found[True] >= (32 if head_dim == 128 else 24)
+    assert found[False] == 0
 
 
 def test_decodes_fit_as_many_programs_as_they_are_planned_for(tmp_path: Path) -> None:

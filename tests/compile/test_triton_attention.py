@@ -31,6 +31,7 @@ from tests.compile.attention_cases import (
     worst_difference,
 )
 
+AHEAD = Tiling(32, 16, 4, 1, ahead=True, persistent=True)
 FEATURES: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 11},
     "tiny window": {"sliding_window": 1},
@@ -73,6 +74,13 @@ def check(cases: list[Case]) -> None:
 @pytest.mark.kernels
 def test_every_feature() -> None:
     check([case_of(), *(case_of(name) for name in FEATURES)])
+
+
+@pytest.mark.kernels
+def test_every_feature_with_the_next_product_ahead_and_tiles_in_turn() -> None:
+    """Prompts of several tiles that all rows see; of one, and of none. Programs have several tiles, and one."""
+    for rows, num_sms in (([(40, 33), (0, 70), (15, 1)], 2), ([(16, 9), (0, 16), (3, 12)], 30)):
+        check([replace(case_of(name, rows=rows), chunk=AHEAD, num_sms=num_sms) for name in FEATURES])
 
 
 @pytest.mark.gpu
@@ -323,4 +331,4 @@ def test_launches_are_the_same_whatever_a_batch_holds() -> None:
         tapes.append(list(launches))
     assert all(tape == tapes[0] for tape in tapes)
     grids = [grid for _, grid, _ in tapes[0]]
-    assert grids == [(16,), ((512 * 4 // 128 + 16) * 8,), (2 * 132 // 8 * 8,), ((2 * 132 // 8 - 1) * 8 * 4,)]
+    assert grids == [(16,), (132,), (2 * 132 // 8 * 8,), ((2 * 132 // 8 - 1) * 8 * 4,)]

@@ -1,4 +1,4 @@
-# attention(kind=chunks, N=4, K=2, D=64, DV=64, P=16, dtype=bf16, softcap=50.0, sinks=False, block_m=128, block_n=64, d_high=64, v_high=64, v_is_k=False, v_stride=64, q_stride=512, scale=0.125, num_warps=8, num_stages=5, maxnreg=255) for triton
+# attention(kind=chunks, N=4, K=2, D=64, DV=64, P=16, dtype=bf16, softcap=50.0, sinks=False, block_m=128, block_n=64, d_high=64, v_high=64, v_is_k=False, ahead=False, persistent=True, v_stride=64, q_stride=512, scale=0.125, num_warps=8, num_stages=5, maxnreg=255) for triton
 # gemma2 on sm_90, weights in bf16
 # num_warps=8
 # num_stages=5
@@ -85,48 +85,49 @@ def attend(
 
 
 @triton.jit(do_not_specialize=['max_blocks'])
-def attention_chunks_n4_k2_d64_dv64_p16_bf16_softcap50_0_block_m128_block_n64_d_high64_v_high64_v_stride64_q_stride512_scale(q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, cu_seqlens_q_ptr, seq_lens_ptr, chunk_tiles_ptr, counts_ptr, out_ptr, max_blocks):
-    """Attention of prompt chunks: one program for each query tile and KV head, the longest first."""
-    kv_head = tl.program_id(0) % K
-    index = tl.program_id(0) // K
-    if index >= tl.load(counts_ptr):
-        return
-    seq = tl.load(chunk_tiles_ptr + index * 2)
-    first_row = tl.load(chunk_tiles_ptr + index * 2 + 1)
-    k_head_ptr = k_cache_ptr + kv_head * D
-    v_head_ptr = v_cache_ptr + kv_head * V_STRIDE
+def attention_chunks_n4_k2_d64_dv64_p16_bf16_softcap50_0_block_m128_block_n64_d_high64_v_high64_persistent_v_stride64_q_stri(q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, cu_seqlens_q_ptr, seq_lens_ptr, chunk_tiles_ptr, counts_ptr, out_ptr, max_blocks):
+    """Attention of prompt chunks: a program takes query tiles and KV heads in turn, the longest first."""
+    program = tl.program_id(0)
+    # What does not change between tiles is computed for each: kept in registers, it would leave the inner loop too few.
+    for passed in tl.range(0, tl.load(counts_ptr) * K - program, tl.num_programs(0), disable_licm=True):
+        kv_head = (program + passed) % K
+        index = (program + passed) // K
+        seq = tl.load(chunk_tiles_ptr + index * 2)
+        first_row = tl.load(chunk_tiles_ptr + index * 2 + 1)
+        k_head_ptr = k_cache_ptr + kv_head * D
+        v_head_ptr = v_cache_ptr + kv_head * V_STRIDE
 
-    start = tl.load(cu_seqlens_q_ptr + seq)
-    num_queries = tl.load(cu_seqlens_q_ptr + seq + 1) - start
-    seq_len = tl.load(seq_lens_ptr + seq)
-    num_cached = seq_len - num_queries
-    row = first_row + tl.arange(0, BLOCK_M)
-    query = tl.minimum(row // G, num_queries - 1)  # rows after the last repeat it, and are not stored
-    is_row = row < num_queries * G
-    query_pos = num_cached + query
-    head = kv_head * G + row % G
-    token = (start + query).to(tl.int64)
-    table_ptr = block_tables_ptr + seq.to(tl.int64) * max_blocks
-    q = tl.load(q_ptr + (token * Q_STRIDE + head * D)[:, None] + tl.arange(0, 64)[None, :])
+        start = tl.load(cu_seqlens_q_ptr + seq)
+        num_queries = tl.load(cu_seqlens_q_ptr + seq + 1) - start
+        seq_len = tl.load(seq_lens_ptr + seq)
+        num_cached = seq_len - num_queries
+        row = first_row + tl.arange(0, BLOCK_M)
+        query = tl.minimum(row // G, num_queries - 1)  # rows after the last repeat it, and are not stored
+        is_row = row < num_queries * G
+        query_pos = num_cached + query
+        head = kv_head * G + row % G
+        token = (start + query).to(tl.int64)
+        table_ptr = block_tables_ptr + seq.to(tl.int64) * max_blocks
+        q = tl.load(q_ptr + (token * Q_STRIDE + head * D)[:, None] + tl.arange(0, 64)[None, :])
 
-    # KV tiles begin … end have all keys that any row sees; full_begin … full_end those that every row sees completely.
-    first_pos = num_cached + first_row // G
-    last_pos = num_cached + tl.minimum((first_row + BLOCK_M - 1) // G, num_queries - 1)
-    end = last_pos // BLOCK_N + 1
-    full_end = (first_pos + 1) // BLOCK_N
-    begin = 0
+        # KV tiles begin … end have all keys that any row sees; full_begin … full_end those that every row sees completely.
+        first_pos = num_cached + first_row // G
+        last_pos = num_cached + tl.minimum((first_row + BLOCK_M - 1) // G, num_queries - 1)
+        end = last_pos // BLOCK_N + 1
+        full_end = (first_pos + 1) // BLOCK_N
+        begin = 0
 
-    acc = tl.full([BLOCK_M, 64], 0.0, tl.float32)
-    best = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.full([BLOCK_M], 0.0, tl.float32)
-    acc, best, total = attend(
-        q, acc, best, total, query_pos, k_head_ptr, v_head_ptr, table_ptr,
-        begin, full_end, seq_len, MASKED=False,
-    )
-    acc, best, total = attend(
-        q, acc, best, total, query_pos, k_head_ptr, v_head_ptr, table_ptr,
-        tl.maximum(begin, full_end), end, seq_len, MASKED=True,
-    )
+        acc = tl.full([BLOCK_M, 64], 0.0, tl.float32)
+        best = tl.full([BLOCK_M], LOWEST, tl.float32)
+        total = tl.full([BLOCK_M], 0.0, tl.float32)
+        acc, best, total = attend(
+            q, acc, best, total, query_pos, k_head_ptr, v_head_ptr, table_ptr,
+            begin, full_end, seq_len, MASKED=False,
+        )
+        acc, best, total = attend(
+            q, acc, best, total, query_pos, k_head_ptr, v_head_ptr, table_ptr,
+            tl.maximum(begin, full_end), end, seq_len, MASKED=True,
+        )
 
-    out = (acc / total[:, None]).to(tl.bfloat16)
-    tl.store(out_ptr + (token * (N * DV) + head * DV)[:, None] + tl.arange(0, 64)[None, :], out, is_row[:, None])
+        out = (acc / total[:, None]).to(tl.bfloat16)
+        tl.store(out_ptr + (token * (N * DV) + head * DV)[:, None] + tl.arange(0, 64)[None, :], out, is_row[:, None])

@@ -12,7 +12,9 @@ from fastgen.compile.spec import power_of_2
 class Tiling:
     """How a kernel is cut: rows of a query tile, keys of a KV tile, Triton's options, and how many programs a
     multiprocessor holds at once, which matters for decodes
-    (see :class:`fastgen.compile.ops.attention.triton.AttentionPlan`).
+    (see :class:`fastgen.compile.ops.attention.triton.AttentionPlan`). ``ahead`` chunks issue the product with the next
+    KV tile's keys before the softmax of this one. ``persistent`` chunks take query tiles in turn; otherwise there is a
+    program for each tile that a batch could have.
     """
 
     block_m: int
@@ -20,6 +22,8 @@ class Tiling:
     num_warps: int
     num_stages: int
     programs_per_sm: int = 1
+    ahead: bool = False
+    persistent: bool = False
 
     @property
     def maxnreg(self) -> int:
@@ -59,6 +63,11 @@ _CHUNKS: dict[str, dict[int, Tiling]] = {
     "interpret": {1024: Tiling(32, 16, 4, 1)},
 }
 _CHUNKS |= {"sm_89": _CHUNKS["sm_86"], "sm_100": {**_CHUNKS["sm_90"], 576: Tiling(32, 32, 8, 5)}}
+# Heads of these sizes, without features that take more registers, overlap products and exponentials.
+_CHUNKS_AHEAD = {"sm_90": (64, 128), "interpret": (16, 64, 128)}
+# Chunks of these architectures take query tiles in turn, where their KV tiles have fewer features: the loop over query
+# tiles takes registers too. With more of them the assembler of Triton 3.6 gives up the overlap, or spills.
+_PERSISTENT, _LARGE_KV_TILE, _LARGE_KV_TILE_AHEAD = {"sm_90", "interpret"}, 256 * 64, 128 * 64
 # Query tiles of decodes have 16 rows, the least that tensor cores take; more where more heads share a KV head, so that
 # its keys and values are not read again for each 16 of them: up to 64 rows, or 32 where a head is large.
 _DECODES: dict[str, dict[int, Tiling]] = {
@@ -99,7 +108,12 @@ def chunk_tiling(shape: AttentionShape, arch: str) -> Tiling:
     """Returns the default; an architecture that is not listed gets the smallest of NVIDIA's."""
     if shape.dtype == "fp32" and arch != "interpret":
         return _CHUNKS_FP32
-    return _smallest_that_holds(_CHUNKS.get(arch, _CHUNKS["sm_86"]), _CHUNKS_GATHERED.get(arch, {}), shape)
+    tiling = _smallest_that_holds(_CHUNKS.get(arch, _CHUNKS["sm_86"]), _CHUNKS_GATHERED.get(arch, {}), shape)
+    is_plain = not (shape.alibi or shape.softcap or shape.values_in_keys) and shape.head_dim == shape.v_dim
+    ahead = is_plain and shape.head_dim in _CHUNKS_AHEAD.get(arch, ())
+    features = max(shape.head_dim, shape.v_dim) * tiling.block_n
+    persistent = arch in _PERSISTENT and features < (_LARGE_KV_TILE_AHEAD if ahead else _LARGE_KV_TILE)
+    return replace(tiling, ahead=ahead, persistent=persistent)
 
 
 def decode_tiling(shape: AttentionShape, arch: str) -> Tiling:
@@ -115,8 +129,9 @@ def decode_tiling(shape: AttentionShape, arch: str) -> Tiling:
 
 
 def candidate_tilings(default: Tiling) -> list[Tiling]:
-    """Returns the tilings worth measuring, the default first: KV tiles halved and doubled, one stage less and more, and
-    query tiles of half as many rows with half as many warps."""
+    """Returns the tilings worth measuring, the default first: KV tiles halved and doubled, one stage less and more,
+    query tiles of half as many rows with half as many warps, products that are not ahead, and tiles in turn or not.
+    Decodes with two buffers of keys and values are tried with two and with three programs a multiprocessor."""
     found = [default]
     if default.block_n > 16:
         found.append(replace(default, block_n=default.block_n // 2))
@@ -125,7 +140,11 @@ def candidate_tilings(default: Tiling) -> list[Tiling]:
     found += [replace(default, num_stages=default.num_stages + change) for change in (-step, step)]
     if default.block_m > 32:
         found.append(replace(default, block_m=default.block_m // 2, num_warps=max(4, default.num_warps // 2)))
-    return [tiling for tiling in found if tiling.num_stages > 0]
+    if default.ahead:
+        found += [replace(default, ahead=False), replace(default, persistent=not default.persistent)]
+    if default.programs_per_sm > 1:
+        found += [replace(default, num_stages=default.num_stages + step, programs_per_sm=count) for count in (2, 3)]
+    return [tiling for tiling in dict.fromkeys(found) if tiling.num_stages > 0]
 
 
 def _smallest_that_holds(tilings: dict[int, Tiling], gathered: dict[int, Tiling], shape: AttentionShape) -> Tiling:

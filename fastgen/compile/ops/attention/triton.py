@@ -103,6 +103,8 @@ def _attend(
         "v_high": v_parts[0],
         "v_low": v_parts[1],
         "v_is_k": v_is_k,
+        "ahead": kind == "chunks" and tiling.ahead and not v_is_k,
+        "persistent": kind == "chunks" and tiling.persistent,
         "v_stride": shape.head_dim if shape.values_in_keys else shape.v_dim,
         "q_stride": shape.q_stride,
         "scale": float(shape.scale),
@@ -197,6 +199,8 @@ class AttentionPlan:
     ):
         self.shape, self.token_budget, self.max_num_seqs = specs.shape, token_budget, max_num_seqs
         self.chunk_m, self.decode_m = specs.chunk.block_m, specs.decode.block_m
+        # The most programs of chunks, where they take tiles in turn: a multiprocessor holds few of them at once.
+        self.max_chunk_programs = max(1, num_sms * specs.chunk.programs_per_sm) if specs.chunk.persistent else None
         self.num_programs = max(1, num_sms * specs.decode.programs_per_sm // self.shape.num_kv_heads)
         self._kernel = load(specs.plan)
 
@@ -274,7 +278,8 @@ class AttentionKernel:
         inputs = (q, *caches, block_tables, cu_seqlens_q, seq_lens, *extras)
         parts = (plan.part, plan.part_best, plan.part_total)
         max_blocks = block_tables.shape[1]
-        chunk_grid = (plan.max_chunk_tiles(len(q)) * num_kv_heads,)
+        chunk_programs = plan.max_chunk_tiles(len(q)) * num_kv_heads
+        chunk_grid = (min(chunk_programs, plan.max_chunk_programs or chunk_programs),)
         self._chunks(chunk_grid, *inputs, plan.chunk_tiles, plan.counts, out, max_blocks)
         decode_grid = (plan.num_programs * num_kv_heads,)
         lists = (plan.decode_tiles, plan.shares, plan.counts)
