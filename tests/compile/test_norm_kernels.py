@@ -101,6 +101,23 @@ def test_norms_in_triton_compute_what_the_reference_does(triton_kernels: KernelL
             check_norm(norm_kernel(triton_kernels.load(spec)), spec, num_rows)
 
 
+@pytest.mark.parametrize(("target", "dtype"), [("triton", "fp16"), ("cpp", "fp16"), ("cpp", "bf16")])
+def test_rms_norms_round_before_they_are_weighted(triton_kernels: KernelLoader, cache, target: str, dtype: str) -> None:
+    """So do the models: the tolerance of other tests would not show it."""
+    loader = triton_kernels if target == "triton" else KernelLoader(CppBuilder(RUNNABLE[0]), cache=cache)
+    if target == "cpp":
+        load_thread_pool(loader)
+    generator, size, kind = torch.Generator().manual_seed(SEED), 1000, torch_dtype(dtype)
+    x, weight = torch.randn(9, size, generator=generator).to(kind), torch.randn(size, generator=generator).to(kind)
+    out = torch.empty_like(x)
+    norm_kernel(loader.load(norm_spec(target, "rms", size, dtype, 1e-5)))(x, weight, None, out, x)
+    normed = rms_norm(x.float(), None, 1e-5, 0.0)
+    rounded = (normed.to(kind).float() * weight.float()).to(kind)
+    at_the_end = (normed * weight.float()).to(kind)
+    assert (out == rounded).float().mean() > 0.99
+    assert (out == at_the_end).float().mean() < 0.9
+
+
 @pytest.mark.parametrize("given", [{"kind": "rms", "bias": True}, {"scale": 0.5}])
 def test_a_norm_that_does_not_exist_has_no_kernel(given) -> None:
     with pytest.raises(ValueError, match=r"bias=True|scale=0\.5"):
