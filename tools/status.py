@@ -130,8 +130,10 @@ def doubts(data: dict[str, Any]) -> list[str]:
     ]
 
 
-def headline(data: dict[str, Any]) -> str:
-    """Writes the README's words on speed: the least favourable of all ratios that there are, and what is missed."""
+def headline(data: dict[str, Any], other: dict[str, Any]) -> str:
+    """Writes the README's words on speed: the least favourable of all ratios in ``data``, and what is missed there; and
+    what looks missed in ``other``, an earlier measurement of more models and formats.
+    """
     here = f"{data['about']['machine']}, {data['about']['threads']} threads"
     cells = {
         (model, weight_format, name): each
@@ -139,8 +141,8 @@ def headline(data: dict[str, Any]) -> str:
         for name, each in found.items()
     }
     figures = {where: each for where, each in cells.items() if isinstance(each, Figure)}
-    open_ones = len(doubts(data))
-    doubt = f"; by too few turns {open_ones} of the floors look missed" if open_ones else ""
+    open_ones = len(doubts(other))
+    doubt = f"; {open_ones} more floors look missed, by too few turns" if open_ones else ""
     if not figures:
         return f"no comparison with OpenVINO, llama.cpp, vLLM has {LEAST_STEADY} steady turns yet, on {here}{doubt}"
     (model, weight_format, name), least = min(figures.items(), key=lambda each: each[1].value)
@@ -161,7 +163,9 @@ def row_of_readme(text: str, words: str) -> str:
 
 def main() -> None:
     PAGE.write_text(render())
-    README.write_text(row_of_readme(README.read_text(), headline(newest(RESULTS, "cpu_models"))))
+    README.write_text(
+        row_of_readme(README.read_text(), headline(newest(RESULTS, "cpu_turns"), newest(RESULTS, "cpu_models")))
+    )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ def test_the_page_is_made_of_the_results() -> None:
 
 def test_the_readme_says_of_speed_what_the_results_say() -> None:
     text = README.read_text()
-    assert row_of_readme(text, headline(newest(RESULTS, "cpu_models"))) == text, "run `python -m tools.status`"
+    assert row_of_readme(text, headline(newest(RESULTS, "cpu_turns"), newest(RESULTS, "cpu_models"))) == text, (
+        "run `python -m tools.status`"
+    )
     with pytest.raises(ValueError, match="0 rows"):
         row_of_readme("# fastgen\n", "fast")
 
@@ -31,11 +33,11 @@ def test_the_readme_quotes_the_least_favourable_ratio_or_none() -> None:
         "turns": [turn("llama.cpp", each, 100) for each in (130, 140, 150, 160, 170)],
     }  # fmt: skip
     none = "no comparison with OpenVINO, llama.cpp, vLLM has 6 steady turns yet, on a CPU, 2 threads"
-    assert headline(cpu) == f"{none}; by too few turns 1 of the floors look missed"
+    assert headline(cpu, cpu) == f"{none}; 1 more floors look missed, by too few turns"
     assert doubts(cpu) == ["llama-110m, int8: one stream (W1), floor 1.6"]
     cpu["turns"] += [turn("llama.cpp", 180, 100)]
     cpu["turns"] += [turn("openvino-genai", 170, 100) | {"workload": "W4"} for _ in range(6)]
-    assert headline(cpu) == (
+    assert headline(cpu, cpu) == (
         "1.00 times the best other engine and up on a CPU, 2 threads (least: llama-110m, int8, W4, openvino-genai);"
         " 2 of 16 cells have a ratio, 2 floors missed"
     )
