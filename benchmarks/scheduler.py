@@ -4,6 +4,7 @@
 the machine and the date. The two queue lengths take turns, so that a change of the machine's speed affects both. The
 prompts have one length, so all decodes need a new block in the same step, which is the worst case; with a prefix cache
 each full block is published too. The same steps are timed without staggering, in turns with it, to show what it gains.
+So is a snapshot of the scheduler. Without it a recording could not be replayed once its first step has left the ring.
 No model and no device are needed.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import inspect
 import json
 import platform
 import statistics
@@ -20,6 +22,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from fastgen.runtime.flight.recorder import SNAPSHOTS, Recorder
+from fastgen.runtime.flight.snapshot import SchedulerState
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request
 from fastgen.runtime.requests.sampling_params import SamplingParams
@@ -73,6 +77,28 @@ def staggering_step_us(*, prefix_caching: bool) -> dict[str, dict[str, float]]:
     """Returns the times of the same steps with and without staggering."""
     ways = {"with": True, "without": False}
     return _in_turns({way: Steps(QUEUED[0], 1, prefix_caching=prefix_caching, staggers=ways[way]) for way in ways})
+
+
+def snapshots(*, num_taken: int = 20) -> dict[int, dict[str, float]]:
+    """Returns what a snapshot takes, by how many requests are queued: milliseconds, bytes of the ring, and microseconds
+    of each of the steps between two snapshots."""
+    max_steps = inspect.signature(Recorder).parameters["max_steps"].default
+    found = {}
+    for queued in QUEUED:
+        steps, times_s = Steps(queued, 1), []
+        for _ in range(NUM_STEPS):
+            steps.step()
+        for number in range(num_taken):
+            begin = time.perf_counter()
+            state = SchedulerState(steps.scheduler, number)
+            times_s.append(time.perf_counter() - begin)
+        taken_s = statistics.median(times_s)
+        found[queued] = {
+            "ms": round(1e3 * taken_s, 3),
+            "bytes": state.num_bytes,
+            "us_of_each_step": round(1e6 * taken_s * SNAPSHOTS / max_steps, 2),
+        }
+    return found
 
 
 def _in_turns(steps: dict[Any, Steps]) -> dict[Any, dict[str, float]]:
@@ -149,6 +175,7 @@ def main() -> None:
         "step_us_by_queued_without_prefix_cache": step_times_us(prefix_caching=False),
         "staggering_step_us": staggering_step_us(prefix_caching=True),
         "staggering_step_us_without_prefix_cache": staggering_step_us(prefix_caching=False),
+        "snapshots_by_queued": snapshots(),
         "step_ratio": round(step_us[QUEUED[1]]["median_us"] / step_us[QUEUED[0]]["median_us"], 3),
         "step_us_by_queued_in_100_classes": step_times_us(num_classes=100),
         "scheduler_add_per_s": requests_per_s(scheduler_add),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastgen.compile.backends.backend import Backend
+from fastgen.compile.host.device import current
 from fastgen.models.builder import kv_windows
 from fastgen.models.checkpoint.checkpoint import Checkpoint
 from fastgen.models.measure import ModelBuild
@@ -16,6 +17,7 @@ from fastgen.runtime.progress import progress_bar
 from fastgen.runtime.ranks.leading import LeadingForward
 from fastgen.runtime.ranks.part import load_forward, new_inputs, new_model
 from fastgen.runtime.ranks.team import Team
+from fastgen.runtime.sampling.kept_formats import most_kept_bytes
 from fastgen.runtime.sampling.sampler import Sampler
 from fastgen.runtime.sampling.slot_sampler import SlotSampler, slot_sampler
 from fastgen.runtime.sampling.structured_output import Grammars
@@ -104,7 +106,12 @@ def build_engine(
         eos_token_ids=codec.eos_token_ids,
         new_detokenizer=codec.new_detokenizer if codec.has_tokenizer else None,
         grammars=(
-            Grammars(codec.tokenizer, vocab_size=spec.vocab_size, eos_token_ids=codec.eos_token_ids)
+            Grammars(
+                codec.tokenizer,
+                vocab_size=spec.vocab_size,
+                eos_token_ids=codec.eos_token_ids,
+                max_bytes=most_kept_bytes(current("cpu").memory_bytes // spec.rank.count),
+            )
             if codec.has_tokenizer
             else None
         ),

@@ -15,6 +15,7 @@ from fastgen.runtime.requests.outputs import GenerationOutput
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.runtime.text.tokenizer_checks import has_unknown_patterns
+from fastgen.runtime.text.tokenizer_loading import import_generic_tokenizer
 from fastgen.serving.answers import USUAL_TEXT, Answers, TextRules, Update
 from fastgen.serving.encoding.encoder import TextEncoder
 from fastgen.serving.engine.client import EngineClient
@@ -101,10 +102,12 @@ class Service:
 
     async def start(self) -> None:
         """Loads the model. Raises ``FastgenError`` if that fails."""
-        facts = await self.engine.start()
+        facts, _ = await asyncio.gather(self.engine.start(), asyncio.to_thread(import_generic_tokenizer))
         directory = Path(facts.directory)
         config = read_json_object(directory / "config.json")
-        codec = await asyncio.to_thread(TextCodec.from_checkpoint, directory, config)
+        codec = await asyncio.to_thread(
+            TextCodec.from_checkpoint, directory, config, tokenizer_class=facts.tokenizer_class
+        )
         if codec.has_chat_template:
             self._templates = TemplateRenderer(codec.tokenizer)
             await asyncio.to_thread(self._templates.processes.start)

@@ -222,6 +222,14 @@ def test_the_format_of_an_answer_that_has_ended_is_let_go(llm: LLM, monkeypatch:
     assert [each() is None for each in compiled] == [True, False]
 
 
+def test_the_engine_keeps_the_formats_that_its_ledger_has_room_for(llm: LLM) -> None:
+    assert llm._engine is not None
+    assert llm._engine.grammars is not None
+    row = llm.ledger.size_bytes("compiled formats")
+    assert llm._engine.grammars._kept._max_bytes == row
+    assert row == min(128 << 20, llm.ledger.device_bytes // 64)
+
+
 def test_a_slow_mask_delays_no_other_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     find, may_end = Matcher._next_mask, threading.Event()
 

@@ -23,6 +23,7 @@ from fastgen.runtime.llm import LLM
 from fastgen.runtime.memory.ledger import MEANINGS, Ledger, LedgerRow, MemoryModel
 from fastgen.runtime.memory.temporaries import Temporaries, demanding, sampling_of
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.sampling.kept_formats import most_kept_bytes
 from fastgen.runtime.step.forward import Forward
 from tests.runtime.checkpoints import save_checkpoint
 from tests.runtime.test_same_answer_cpp import FAMILIES, checkpoint
@@ -114,6 +115,7 @@ def test_every_part_is_what_the_engine_holds(find: Find, model: str, build: str)
         assert told.keys() <= MEANINGS.keys()
         phases = memory_model(llm, build).temporaries(llm.config)
         assert told.pop("temporaries") == max(phases.values())
+        assert told.pop("compiled formats") == most_kept_bytes(current("cpu").memory_bytes)
         assert told == {name: size for name, size in held.items() if size}
         by_modules = forward_peak(engine, is_interpreted=build.startswith("triton"))
     step = phases[f"a forward pass of token_budget={BUDGET}"]

@@ -184,7 +184,7 @@ class BeamMoves:
 
 _RingEvent = StepRecord | Request | _Finished | _Withdrawn | BeamMoves | SchedulerState
 # Snapshots per full turn of the ring. There are several, so that the ring always holds one.
-_SNAPSHOTS = 4
+SNAPSHOTS = 4
 
 
 class Recorder(Observer):
@@ -228,8 +228,8 @@ class Recorder(Observer):
         """Returns whether a new snapshot is due, so that the ring always holds one from which a replay can begin."""
         step, num_bytes = self._last_snapshot
         return (
-            _SNAPSHOTS * (self.next_step - step) >= self.max_steps
-            or _SNAPSHOTS * (self._bytes_seen - num_bytes) >= self.max_bytes
+            SNAPSHOTS * (self.next_step - step) >= self.max_steps
+            or SNAPSHOTS * (self._bytes_seen - num_bytes) >= self.max_bytes
         )
 
     def snapshot(self, scheduler: Scheduler) -> None:
@@ -237,7 +237,7 @@ class Recorder(Observer):
         the ring than the events between two snapshots.
         """
         state = SchedulerState(scheduler, self.next_step)
-        if _SNAPSHOTS * state.num_bytes < self.max_bytes:
+        if SNAPSHOTS * state.num_bytes < self.max_bytes:
             self._append(state, state.num_bytes)
         self._last_snapshot = (self.next_step, self._bytes_seen)
 

@@ -3,8 +3,8 @@
 Every row is measured: what an engine makes is made on the ``meta`` device, and its bytes are counted. Most is held from
 loading to closing; temporaries come and go, one phase after the other, so that the largest of them counts. Of a GPU
 only its own memory is counted, and nothing that the driver takes for itself; of a CPU nothing that Python and its
-libraries take. So compiled formats of answers are not counted: what they take depends on the answers, and is bounded in
-``sampling/kept_formats.py``.
+libraries take. Compiled formats of answers are the exception: they come with requests, so their row is the most that
+the engine keeps, and nothing of it is taken before the first request with a format.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fastgen.models.measure import MeasuredModel, ModelBuild
 from fastgen.runtime.memory.held import input_buffers, rank_memory_sizes, results, sampling_tensors, storage_bytes
 from fastgen.runtime.memory.sizes import EngineConfig
 from fastgen.runtime.memory.temporaries import Temporaries
+from fastgen.runtime.sampling.kept_formats import most_kept_bytes
 from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
 
 _GIB = 2**30
@@ -44,6 +45,7 @@ MEANINGS: Final = {
     "kernels' workspaces": "scratch memory of kernels",
     "shared with other ranks": "what ranks of the model exchange; all ranks have it once together",
     "attention's parts": "partial results of attention over long texts",
+    "compiled formats": "formats of answers, at most; they come with requests, and beyond this the oldest goes",
     "temporaries": "comes and goes; the phase that takes most",
 }
 _FORMATS: Final = {"bf16_dot": "bf16, in pairs for dot products"}
@@ -170,6 +172,8 @@ class MemoryModel:
         if self.build.spec.rank.count > 1 and on_host:
             yield LedgerRow("shared with other ranks", memory_bytes(*rank_memory_sizes(self.build.spec, config)))
         yield LedgerRow("attention's parts", storage_bytes(ops.attention_parts()), f"{budget}, {length}")
+        if on_host:
+            yield LedgerRow("compiled formats", most_kept_bytes(self.device.memory_bytes))
 
     def _ops(self, config: EngineConfig) -> Ops:
         """Returns the model's ops, with workspaces for steps of the engine."""

@@ -9,17 +9,30 @@ from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.runtime.sampling.matcher import CompiledFormat
 
 MAX_KEPT = 64
-# Growth of this process's heap since the first format. Beyond that the format that was not used for the longest time is
-# dropped first. A format takes 0.1 to 8 MiB at its start, and up to 60 MiB when its lexer has seen long texts.
-MAX_KEPT_BYTES = 128 << 20
+# A format takes 0.1 to 8 MiB at its start, and up to 60 MiB when its lexer has seen long texts.
+MOST_BYTES = 128 << 20
+_SHARE_OF_MEMORY = 64
+
+
+def most_kept_bytes(memory_bytes: int) -> int:
+    """Returns how many bytes a machine with so much memory gives to compiled formats: a 64th part, at most 128 MiB."""
+    return min(MOST_BYTES, memory_bytes // _SHARE_OF_MEMORY)
 
 
 class KeptFormats:
-    """Holds the formats that were used most recently."""
+    """Holds the formats that were used most recently, while this process's heap has grown by at most ``max_bytes``
+    since :meth:`measure_from_here`. Beyond that the format that was not used for the longest time is dropped first; the
+    most recent one stays, however large it is.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MOST_BYTES) -> None:
         self._formats: OrderedDict[ResponseFormat, CompiledFormat] = OrderedDict()
-        self._first_bytes: int | None = None
+        self._max_bytes = max_bytes
+        self._first_bytes = 0
+
+    def measure_from_here(self) -> None:
+        """Notes the size of the heap before anything is compiled."""
+        self._first_bytes = heap_bytes()
 
     def get(self, response_format: ResponseFormat) -> CompiledFormat | None:
         """Returns a kept format, which is the most recent one then."""
@@ -31,13 +44,11 @@ class KeptFormats:
 
     def keep(self, response_format: ResponseFormat, compiled: CompiledFormat) -> None:
         """Keeps a format as the most recent one, and drops others if they are too many."""
-        if self._first_bytes is None:
-            self._first_bytes = heap_bytes()
         self._formats[response_format] = compiled
         self._formats.move_to_end(response_format)
         while len(self._formats) > MAX_KEPT:
             self._formats.popitem(last=False)
-        while len(self._formats) > 1 and heap_bytes() - self._first_bytes > MAX_KEPT_BYTES:
+        while len(self._formats) > 1 and heap_bytes() - self._first_bytes > self._max_bytes:
             self._formats.popitem(last=False)
 
 

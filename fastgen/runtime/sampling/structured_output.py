@@ -24,7 +24,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.constraint import Mask
 from fastgen.runtime.requests.response_format import COMPACT_JSON_OPTIONS, JSON_OPTIONS, ResponseFormat, is_compact
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.runtime.sampling.kept_formats import KeptFormats
+from fastgen.runtime.sampling.kept_formats import MOST_BYTES, KeptFormats
 from fastgen.runtime.sampling.matcher import CompiledFormat, Constraint, MaskThreads, message_of
 from fastgen.version import install_command
 
@@ -49,18 +49,20 @@ class Grammars:
     after :meth:`prepare`.
 
     ``tokenizer`` is transformers' own; ``vocab_size`` is ``V``; ``eos_token_ids`` end an answer where its grammar may
-    end. The library is imported and gets the tokenizer when the first format is compiled.
+    end; compiled formats take ``max_bytes``, as :class:`KeptFormats` says. The library is imported and gets the
+    tokenizer when the first format is compiled.
     """
 
-    def __init__(self, tokenizer: Any, *, vocab_size: int, eos_token_ids: Iterable[int]):
+    def __init__(self, tokenizer: Any, *, vocab_size: int, eos_token_ids: Iterable[int], max_bytes: int = MOST_BYTES):
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, frozenset(eos_token_ids)
         self._vocabulary: _Vocabulary | None = None
-        self._kept = KeptFormats()
+        self._kept = KeptFormats(max_bytes)
         self._threads = MaskThreads()
 
     def prepare(self) -> None:
         """Imports the library and gives it the tokenizer. Raises ``InvalidArgumentError`` if that is not possible."""
         if self._vocabulary is None:
+            self._kept.measure_from_here()
             self._vocabulary = _Vocabulary(self._tokenizer, self._vocab_size)
 
     def compile(self, response_format: ResponseFormat) -> None:

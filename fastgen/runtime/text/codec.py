@@ -13,16 +13,8 @@ from fastgen.runtime.requests.sampling_params import SamplingParams, default_sam
 from fastgen.runtime.text.detokenizer import Detokenizer, TokenDecoder
 from fastgen.runtime.text.prompts import Conversation, Prompt, TemplateOptions, as_token_ids
 from fastgen.runtime.text.token_bytes import TokenBytes
-from fastgen.runtime.text.tokenizer_checks import check_tokenizer
+from fastgen.runtime.text.tokenizer_loading import load_tokenizer
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "tokenizer_config.json",
-)
 # More characters than a token has on average, except in unusual texts.
 _MANY_CHARACTERS = 8
 # Most tokens by which a text that was cut may differ from the whole at the cut.
@@ -59,11 +51,12 @@ class TextCodec:
         self.max_tokens: int | None = None
 
     @classmethod
-    def from_checkpoint(cls, directory: Path, config: Mapping[str, Any]) -> TextCodec:
-        """Reads the tokenizer and ``generation_config.json`` of ``directory``; no code of the checkpoint is run."""
+    def from_checkpoint(cls, directory: Path, config: Mapping[str, Any], *, tokenizer_class: str = "") -> TextCodec:
+        """Reads the tokenizer and ``generation_config.json`` of ``directory``; no code of the checkpoint is run.
+        ``tokenizer_class`` is the class of its tokenizer where that is known."""
         file = directory / "generation_config.json"
         generation = read_json_object(file) if file.is_file() else {}
-        tokenizer = _load_tokenizer(directory)
+        tokenizer = load_tokenizer(directory, config, tokenizer_class)
         try:
             sampling = default_sampling(generation)
         except InvalidArgumentError as error:
@@ -221,19 +214,6 @@ class TextCodec:
             raise InvalidArgumentError(
                 f"{what} needs a tokenizer, and this checkpoint has none; give token ids instead"
             )
-
-
-def _load_tokenizer(directory: Path) -> Any:
-    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
-        check_tokenizer(tokenizer)
-    except Exception as error:  # the library raises anything from KeyError to its Rust part's own exceptions
-        raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {error}") from error
-    return tokenizer
 
 
 def _plain_message(index: int, message: object) -> dict[str, Any]:

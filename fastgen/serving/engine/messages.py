@@ -85,6 +85,8 @@ class EngineFacts(msgspec.Struct, array_like=True, kw_only=True):
     # The memory ledger as text.
     ledger: str
     load_s: float
+    # The class of the tokenizer that was loaded; empty without one.
+    tokenizer_class: str = ""
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):

@@ -359,6 +359,7 @@ def _facts(llm: LLM, directory: str, load_s: float) -> EngineFacts:
         directory=directory,
         architecture=llm.spec.architecture,
         recipe=llm.spec.recipe,
+        tokenizer_class=type(llm.tokenizer).__name__ if llm.tokenizer is not None else "",
         vocab_size=llm.spec.vocab_size,
         max_model_len=llm.config.max_model_len,
         max_num_seqs=llm.config.max_num_seqs,

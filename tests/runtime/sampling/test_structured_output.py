@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 import builtins
+import gc
 import random
 import threading
 from pathlib import Path
@@ -480,9 +481,8 @@ def test_without_the_library_the_extra_is_named(tokenizer: Any, monkeypatch: pyt
 
 
 def test_formats_are_kept_up_to_a_number_of_bytes(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[])
+    grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[], max_bytes=100)
     grown = [0, 50, 150, 80]
-    monkeypatch.setattr(kept_formats, "MAX_KEPT_BYTES", 100)
     monkeypatch.setattr(kept_formats, "heap_bytes", lambda: grown.pop(0))
     formats = [pattern(text).format for text in "abcd"]
     parsed = [parse_response_format(each) for each in formats]
@@ -491,6 +491,25 @@ def test_formats_are_kept_up_to_a_number_of_bytes(tokenizer: Any, monkeypatch: p
         grammars.compile(each)
     # The third format found the heap too large, and small enough without the first.
     assert [each is not None and grammars.is_kept(each) for each in parsed] == [False, True, True, False]
+
+
+def test_kept_formats_take_no_more_than_they_may(tokenizer: Any) -> None:
+    """Many formats come, and the heap of this process is measured after each."""
+    most = 3 << 20
+    grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[], max_bytes=most)
+    parsed = [parse_response_format(pattern(f"(a{index}|b|c){{200,900}}d").format) for index in range(120)]
+    gc.collect()
+    before = kept_formats.heap_bytes()
+    grown = []
+    for each in parsed:
+        assert each is not None
+        grammars.compile(each)
+        grown.append(kept_formats.heap_bytes() - before)
+    kept = [each is not None and grammars.is_kept(each) for each in parsed]
+    print(f"grown by {max(grown) / 2**20:.1f} MiB; {sum(kept)} of {len(kept)} kept")
+    assert max(grown) < 1.1 * most
+    assert 1 < sum(kept) < 0.8 * len(kept)
+    assert kept == sorted(kept), "the oldest go first"
 
 
 def test_what_the_heap_holds_is_known() -> None:

@@ -25,6 +25,7 @@ def check(found: Found) -> None:
     assert {name.partition(":")[0] for name in found.attacks} == attacks().keys()
 
 
+@pytest.mark.slow
 def test_a_small_storm_of_all_attacks(pool: list[Known]) -> None:
     with served(MODEL, *FLAGS) as server:
         check(run(server, pool, seconds=4, num_streams=10, is_large=False, num_turns=1))
