@@ -110,7 +110,7 @@ def build_engine(
                 codec.tokenizer,
                 vocab_size=spec.vocab_size,
                 eos_token_ids=codec.eos_token_ids,
-                max_bytes=most_kept_bytes(current("cpu").memory_bytes),
+                max_bytes=most_kept_bytes(current("cpu").memory_bytes // spec.rank.count),
             )
             if codec.has_tokenizer
             else None

@@ -160,13 +160,13 @@ class Team:
 
     def check(self) -> None:
         """Raises :class:`RankError` if the ranks cannot continue."""
+        if self.lost is None:
+            try:
+                self.memory.check()
+            except RankError as error:
+                self.give_up(str(error))
         if self.lost is not None:
             raise RankError(self.lost)
-        try:
-            self.memory.check()
-        except RankError as error:
-            self.give_up(str(error))
-            raise
 
     @property
     def lost(self) -> str | None:
