@@ -65,9 +65,9 @@ class LoadOptions:
             default="on a CPU half of the memory that all else leaves, on a GPU what all else leaves of nine tenths",
         ),
     ] = None
-    block_size: Annotated[int | None, Option("Tokens in a block of the KV cache.", check=AT_LEAST_1, default="16")] = (
-        None
-    )
+    block_size: Annotated[
+        int | None, Option("Tokens in a block of the KV cache.", check=AT_LEAST_1, default="16 on a CPU, 64 on a GPU")
+    ] = None
     max_model_len: Annotated[
         int | None,
         Option(

@@ -129,7 +129,7 @@ def collect_model(loader: Collector) -> None:
             device=META,
             max_model_len=LLAMA_2_7B.max_positions,
             backend=backend,
-            block_size=DEFAULT_BLOCK_SIZE,
+            block_size=DEFAULT_BLOCK_SIZE["cuda"],
         )
         loader.build([*backend.specs(), *backend.engine_specs(spec.vocab_size)])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -208,7 +208,8 @@ def _needed(
         loader.tuning = tuning_for(device, loader)
     source = ModelSource.open(load_options)
     weight_format = parse_quantize(load_options.quantize, loader.builder.target)
-    block_size, max_num_seqs = load_options.block_size or DEFAULT_BLOCK_SIZE, load_options.max_num_seqs
+    kind: Literal["cpu", "cuda"] = "cuda" if loader.builder.is_for_gpu else "cpu"
+    block_size, max_num_seqs = load_options.block_size or DEFAULT_BLOCK_SIZE[kind], load_options.max_num_seqs
     specs = kernel_specs(
         source.spec,
         loader,

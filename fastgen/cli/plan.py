@@ -24,7 +24,7 @@ _LOAD = options.only(
 # What a preset says, where the command line does not.
 _OF_PRESET = (
     *("model", "device", "devices", "tensor_parallel", "prompt", "answer"),
-    *("dtype", "max_model_len", "kv_cache_memory"),
+    *("dtype", "max_model_len", "kv_cache_memory", "block_size"),
 )
 _PROMPT, _ANSWER, _DEVICES = 2600, 60, 8
 

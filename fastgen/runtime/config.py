@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -19,7 +20,8 @@ from fastgen.runtime.memory.sizes import AskedSizes, EngineConfig
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DEFAULT_TOKEN_BUDGET = {"cpu": 512, "cuda": 2048}
 _DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
-DEFAULT_BLOCK_SIZE = 16
+# Kernels of a GPU read a KV tile of 64 keys from one block, without gathering.
+DEFAULT_BLOCK_SIZE: dict[Literal["cpu", "cuda"], int] = {"cpu": 16, "cuda": 64}
 _DEFAULT_NUM_DRAFT_TOKENS = 4
 _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMGT", start=1):
@@ -64,7 +66,7 @@ def _in_full(memory: MemoryModel, asked: AskedSizes) -> AskedSizes:
         token_budget=budget,
         max_num_seqs=asked.max_num_seqs or min(_DEFAULT_MAX_NUM_SEQS[kind], budget),
         max_model_len=asked.max_model_len or memory.build.spec.max_positions,
-        block_size=asked.block_size or DEFAULT_BLOCK_SIZE,
+        block_size=asked.block_size or DEFAULT_BLOCK_SIZE[kind],
     )
 
 

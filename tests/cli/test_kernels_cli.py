@@ -48,7 +48,8 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
         block_size: object,
         max_num_seqs: object,
     ) -> list[KernelSpec]:
-        assert (weight_format, block_size, max_num_seqs) in ((None, 16, None), ("int8", 32, 8))
+        usual = 64 if loader.builder.is_for_gpu else 16
+        assert (weight_format, block_size, max_num_seqs) in ((None, usual, None), ("int8", 32, 8))
         return needed(loader.builder.target, model.recipe, dtype_name(dtype))
 
     monkeypatch.setattr(kernels, "kernel_specs", kernel_specs)

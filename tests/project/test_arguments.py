@@ -87,7 +87,8 @@ def test_defaults_in_words_are_those_of_the_engine() -> None:
     budget, seqs = config._DEFAULT_TOKEN_BUDGET, config._DEFAULT_MAX_NUM_SEQS
     assert words["token_budget"] == f"{budget['cpu']} on a CPU, {budget['cuda']} on a GPU"
     assert words["max_num_seqs"] == f"{seqs['cpu']} on a CPU, {seqs['cuda']} on a GPU"
-    assert words["block_size"] == str(config.DEFAULT_BLOCK_SIZE)
+    block_size = config.DEFAULT_BLOCK_SIZE
+    assert words["block_size"] == f"{block_size['cpu']} on a CPU, {block_size['cuda']} on a GPU"
     assert words["num_draft_tokens"] == str(config._DEFAULT_NUM_DRAFT_TOKENS)
     assert LoadOptions("tiny-llama").aging_s == DEFAULT_AGING_S
 

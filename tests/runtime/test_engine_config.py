@@ -84,7 +84,8 @@ def test_defaults() -> None:
         token_budget=512, max_num_seqs=64, block_size=16, num_blocks=most, max_model_len=MAX_POSITIONS, num_kv_groups=1
     )
     on_gpu = config_of(kind="cuda")
-    assert (on_gpu.token_budget, on_gpu.max_num_seqs, on_gpu.num_blocks) == (2048, 256, 1 + 256 * 63)
+    most = 1 + 256 * -(-MAX_POSITIONS // 64)
+    assert (on_gpu.token_budget, on_gpu.max_num_seqs, on_gpu.block_size, on_gpu.num_blocks) == (2048, 256, 64, most)
 
 
 def test_what_is_asked_for_is_what_is_got() -> None:
@@ -128,7 +129,7 @@ def test_by_default_the_cache_gets_its_share_of_what_all_else_leaves(
     spec, few = make_spec(max_positions), {"max_num_seqs": 60}
 
     def with_one_more(config: EngineConfig) -> EngineConfig:
-        length = config.max_model_len + (16 if max_positions is None else 0)
+        length = config.max_model_len + (config.block_size if max_positions is None else 0)
         return replace(config, num_blocks=config.num_blocks + 1, max_model_len=length)
 
     for device_bytes in (48 << 20, 60 << 20):

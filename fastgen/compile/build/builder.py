@@ -74,6 +74,8 @@ class Builder(Protocol):
     arch: str
     # Tells if kernels are functions of the host, so that one native call can launch several.
     launches_natively: bool
+    # Tells if kernels run on a GPU.
+    is_for_gpu: bool
     # The directory that :meth:`accompany` wrote in the bundle that kernels come from; else ``None``.
     modules: Path | None
 

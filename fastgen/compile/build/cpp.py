@@ -114,6 +114,7 @@ class CppBuilder:
 
     target: Target = "cpp"
     launches_natively = True
+    is_for_gpu = False
 
     def __init__(self, arch: str, compiler: str = ""):
         self.arch = arch

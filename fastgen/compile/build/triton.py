@@ -67,6 +67,7 @@ class TritonBuilder:
         self.arch = arch
         self.modules: Path | None = None
         self._gpu = None if arch == INTERPRET else parse_arch(arch)
+        self.is_for_gpu = self._gpu is not None
         if self._gpu is not None and arch not in TRITON_ARCHES and arch not in _others(self._gpu):
             raise ValueError(f"architecture {arch!r}: Triton {triton.__version__} does not know it")
         self._workers = _Workers(arch)

@@ -170,6 +170,7 @@ class Preset:
     tensor_parallel: int = 1
     max_model_len: int | None = None
     kv_cache_memory: str | None = None
+    block_size: int | None = None
 
 
 PRESETS: Final = {
@@ -198,6 +199,7 @@ PRESETS: Final = {
         answer=350,
         dtype="float16",
         max_model_len=8192,
+        block_size=16,
     ),
     "falcon-40b-4x24gb": Preset(
         title='Falcon-40B over 4 GPUs of 24 GB, of AWS\'s "Improve performance of Falcon models with SageMaker"',

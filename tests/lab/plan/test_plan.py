@@ -97,8 +97,8 @@ def test_the_text_shows_the_arithmetic() -> None:
     for line in (
         "one answer: 1,008 GB/s over 14.2 GB = 71 tokens/s; 86% of the bandwidth is reached",
         "a token: 2 x 8 KV heads x 128 x 32 layers x 2 bytes = 0.125 MiB",
-        "a block: 16 tokens x 0.125 MiB = 2 MiB",
-        "a request: 300 + 300 = 600 tokens = 38 blocks",
+        "a block: 64 tokens x 0.125 MiB = 8 MiB",
+        "a request: 300 + 300 = 600 tokens = 10 blocks",
         "means in closed form",
     ):
         assert line in text, line
