@@ -24,7 +24,7 @@ from fastgen.compile.build.cpp import CppBuilder
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder
 from fastgen.compile.capture.tape import tape_spec
-from fastgen.compile.host.device import Device, current
+from fastgen.compile.host.device import AMX, Device, current
 from fastgen.compile.host.thread_pool import thread_pool_spec
 from fastgen.compile.ops.norm.reference import rms_norm
 from fastgen.compile.spec import KernelSpec
@@ -323,6 +323,23 @@ def test_for_a_cpu_with_other_instructions(cache: KernelCache, tmp_path: Path) -
         load_bundle(tmp_path / "avx2", old)
     every = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni")
     assert load_bundle(tmp_path / "avx2", replace(old, instruction_sets=every)).builder.arch == "avx2"
+
+
+def test_for_a_matrix_unit_that_is_emulated(
+    cache: KernelCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16")
+    without = Device("cpu", "a CPU", 1 << 30, num_cores=1, instruction_sets=sets)
+    having = replace(without, instruction_sets=(*sets, *AMX))
+    monkeypatch.setenv("FASTGEN_EMULATE_AMX", "1")
+    write_bundle(KernelLoader(CppBuilder("amx"), cache=cache), [a_norm()], tmp_path / "amx", about=ABOUT)
+    for device in (without, having):
+        assert load_bundle(tmp_path / "amx", device).builder.arch == "amx"
+    monkeypatch.setenv("FASTGEN_EMULATE_AMX", "0")
+    with pytest.raises(BundleError, match="is for amx, and a CPU needs one for avx512bf16"):
+        load_bundle(tmp_path / "amx", without)
+    with pytest.raises(BundleError, match="it was built for an emulated matrix unit, and FASTGEN_EMULATE_AMX says"):
+        load_bundle(tmp_path / "amx", having)
 
 
 def test_for_another_machine(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:

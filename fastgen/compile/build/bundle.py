@@ -29,7 +29,7 @@ from typing import Any
 from fastgen.compile.build.autotune import Tuning
 from fastgen.compile.build.builder import INTERPRET, Builder
 from fastgen.compile.build.cache import Entry, file_hash, publish, remove, sync
-from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, can_run
+from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, runnable_arches
 from fastgen.compile.build.loader import KernelLoader, Progress, make_builder, target_of
 from fastgen.compile.build.sources import body_hash
 from fastgen.compile.host.device import Device, current
@@ -297,7 +297,7 @@ def _arches(device: Device) -> list[str]:
     """Returns the architectures whose kernels run here, the best first; on a CPU interpreted ones come last."""
     if device.kind != "cpu":
         return [target_of(device)]
-    return [*(arch for arch in CPP_ARCHES if can_run(arch, device)), INTERPRET]
+    return [*runnable_arches(device), INTERPRET]
 
 
 def _right_arch(device: Device, about: Mapping[str, str]) -> str:

@@ -43,6 +43,7 @@ _ARCH_FLAGS: dict[str, tuple[str, ...]] = {
     "avx2": _AVX2,
     "portable": (),
 }
+_EMULATION = "-DFASTGEN_EMULATE_AMX"
 _BF16 = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"}
 _ARCH_NEEDS = {
     "amx": {*_BF16, *AMX},
@@ -62,14 +63,12 @@ def cpp_arch(device: Device) -> str:
     Raises :class:`InvalidArgumentError` where that is none of them, or the CPU lacks its instructions. With
     ``$FASTGEN_EMULATE_AMX`` it may be ``amx`` on every CPU that can run ``avx512bf16``.
     """
-    possible = [arch for arch in CPP_ARCHES if can_run(arch, device)]
+    possible = runnable_arches(device)
     given = os.environ.get("FASTGEN_CPP_ARCH")
     if not given:
         return possible[0]
     if given not in CPP_ARCHES:
         raise InvalidArgumentError(f"FASTGEN_CPP_ARCH={given!r}: expected one of {', '.join(CPP_ARCHES)}")
-    if given == "amx" and emulates_amx() and can_run("avx512bf16", device):
-        return given
     if given not in possible:
         lacking = ", ".join(sorted(_ARCH_NEEDS[given] - set(device.instruction_sets)))
         reason = f" ({device.amx_refusal})" if given == "amx" and device.amx_refusal else ""
@@ -79,9 +78,11 @@ def cpp_arch(device: Device) -> str:
     return given
 
 
-def can_run(arch: str, device: Device) -> bool:
-    """Returns whether a CPU has the instructions of ``arch``."""
-    return _ARCH_NEEDS[arch] <= set(device.instruction_sets)
+def runnable_arches(device: Device) -> list[str]:
+    """Returns those of :data:`CPP_ARCHES` whose kernels a CPU can run, the best first and one that is emulated last."""
+    native = [arch for arch in CPP_ARCHES if _ARCH_NEEDS[arch] <= set(device.instruction_sets)]
+    is_emulated = "amx" not in native and "avx512bf16" in native and emulates_amx()
+    return [*native, *(["amx"] if is_emulated else [])]
 
 
 def emulates_amx() -> bool:
@@ -120,7 +121,7 @@ class CppBuilder:
         self.arch = arch
         self.modules: Path | None = None
         self.compiler = compiler or find_compiler()
-        emulation = ("-DFASTGEN_EMULATE_AMX",) if arch == "amx" and emulates_amx() else ()
+        emulation = (_EMULATION,) if arch == "amx" and emulates_amx() else ()
         self.flags = (*_FLAGS, *_ARCH_FLAGS[arch], *emulation)
 
     def versions(self) -> Mapping[str, str]:
@@ -130,9 +131,13 @@ class CppBuilder:
         return self.versions()
 
     def mismatch(self, versions: Mapping[str, str]) -> str | None:
-        if versions.get("machine") == platform.machine():
-            return None
-        return f"it was built for {versions.get('machine')} machines, and this is {platform.machine()}"
+        if versions.get("machine") != platform.machine():
+            return f"it was built for {versions.get('machine')} machines, and this is {platform.machine()}"
+        was_emulated, is_emulated = (_EMULATION in flags for flags in (versions.get("flags", ""), self.flags))
+        if was_emulated != is_emulated:
+            emulates = "an emulated" if was_emulated else "a real"
+            return f"it was built for {emulates} matrix unit, and FASTGEN_EMULATE_AMX says otherwise here"
+        return None
 
     def build(self, spec: KernelSpec, source: Path) -> Mapping[str, Any]:
         library = source.with_suffix(".so")
