@@ -148,8 +148,9 @@ def headline(data: dict[str, Any], other: dict[str, Any]) -> str:
     (model, weight_format, name), least = min(figures.items(), key=lambda each: each[1].value)
     missed = [each for each in misses(data) if "over the best engine" in each]
     return (
-        f"{least.value:.2f} times the best engine compared so far, and up, on {here} (least: {model}, {weight_format}, {name},"
-        f" {least.engine}); {len(figures)} of {len(cells)} cells have a ratio, {len(missed)} floors missed{doubt}"
+        f"{least.value:.2f} times the best engine compared so far, and up, on {here} (least: {model}, {weight_format},"
+        f" {name}, {least.engine}); {len(figures)} of {len(cells)} cells have a ratio,"
+        f" {len(missed)} floors missed{doubt}"
     )
 
 

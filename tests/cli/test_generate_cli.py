@@ -30,6 +30,7 @@ LOAD_FLAGS = {
     "prefix_caching": (["--no-prefix-caching"], False),
     "kv_reservation": (["--kv-reservation", "context"], "context"),
     "num_threads": (["--num-threads", "2"], 2),
+    "tensor_parallel": (["--tensor-parallel", "2"], 2),
     "target": (["--target", "torch"], "torch"),
     "quantize": (["--quantize", "int8"], "int8"),
     "speculative": (["--speculative", "ngram"], "ngram"),

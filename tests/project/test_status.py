@@ -38,8 +38,8 @@ def test_the_readme_quotes_the_least_favourable_ratio_or_none() -> None:
     cpu["turns"] += [turn("llama.cpp", 180, 100)]
     cpu["turns"] += [turn("openvino-genai", 170, 100) | {"workload": "W4"} for _ in range(6)]
     assert headline(cpu, cpu) == (
-        "1.00 times the best engine compared so far, and up, on a CPU, 2 threads (least: llama-110m, int8, W4, openvino-genai);"
-        " 2 of 16 cells have a ratio, 2 floors missed"
+        "1.00 times the best engine compared so far, and up, on a CPU, 2 threads (least: llama-110m, int8, W4,"
+        " openvino-genai); 2 of 16 cells have a ratio, 2 floors missed"
     )
 
 
