@@ -77,9 +77,10 @@ def test_it_is_ready_once_texts_can_be_read(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def start() -> SimpleNamespace:
         service.engine.state = "ready"
-        return SimpleNamespace(directory=locate("tiny-llama"), max_model_len=512)
+        return SimpleNamespace(directory=locate("tiny-llama"), max_model_len=512, tokenizer_class="TokenizersBackend")
 
-    def read(directory: Path, config: object) -> TextCodec:
+    def read(directory: Path, config: object, *, tokenizer_class: str) -> TextCodec:
+        assert tokenizer_class == "TokenizersBackend"
         seen.append(service.state)
         return TextCodec(None, eos_token_ids=frozenset(), default_sampling=SamplingParams())
 
