@@ -69,7 +69,7 @@ class Engine:
         self.clock, self._drafter, self._runs_ahead, self._ranks = clock, drafter, runs_ahead, ranks
         self._checks = RequestChecks(vocab_size, max_model_len, eos_token_ids, new_detokenizer is not None, grammars)
         self.recorder = Recorder(engine_facts(scheduler, runs_ahead=runs_ahead, ranks=ranks), clock)
-        plan_costs = PlanCosts if ranks == 1 else lambda: runner.forward.plan_costs
+        plan_costs = PlanCosts if ranks == 1 else lambda: runner.plan_costs
         self.metrics = EngineMetrics(scheduler, ranks=ranks, plan_costs=plan_costs)
         drafters = [] if drafter is None else [DrafterObserver(drafter)]
         self.observers = Observers(self.recorder, self.metrics, *drafters)
@@ -288,11 +288,11 @@ class Engine:
     @property
     def lost(self) -> str | None:
         """Why no step can run any more; ``None`` while steps can."""
-        return self.runner.forward.lost
+        return self.runner.lost
 
     def close(self) -> None:
         """Ends other processes that take part."""
-        self.runner.forward.close()
+        self.runner.close()
 
     def check_integrity(self) -> None:
         """Asserts that scheduler, blocks and open requests agree."""

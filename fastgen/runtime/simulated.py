@@ -49,6 +49,9 @@ class SimulatedRunner:
     device computes the step before.
     """
 
+    # Nothing takes part that could be lost.
+    lost: str | None = None
+
     def __init__(self, cost: StepCost, clock: VirtualClock, *, seed: int = 0, makes_tokens: bool = True):
         self.cost, self.clock, self._makes_tokens = cost, clock, makes_tokens
         self._random = random.Random(seed)
@@ -58,6 +61,9 @@ class SimulatedRunner:
         self._ends_s: dict[Step, float] = {}
         # The decodes of the last step, if it had nothing else.
         self._decodes: SequenceOf[Sequence] = ()
+
+    def close(self) -> None:
+        """Does nothing: no other process takes part."""
 
     def launch(self, step: Step) -> None:
         cost, ratio = self.cost, self.cost.draw_ratio(self._random)

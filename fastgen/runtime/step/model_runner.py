@@ -25,6 +25,7 @@ from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.step.forward import Forward
 from fastgen.runtime.step.input_batch import InputBatch
 from fastgen.runtime.step.late_masks import without_mask
+from fastgen.runtime.step.plan_costs import PlanCosts
 from fastgen.runtime.step.steady_decodes import SteadyDecodes
 from fastgen.runtime.step.step import Step
 
@@ -87,6 +88,20 @@ class ModelRunner:
     @property
     def kv_cache(self) -> PagedKVCache:
         return self.forward.kv_cache
+
+    @property
+    def lost(self) -> str | None:
+        """Why no step can run any more; ``None`` while steps can."""
+        return self.forward.lost
+
+    @property
+    def plan_costs(self) -> PlanCosts:
+        """What it cost so far to lead other ranks."""
+        return self.forward.plan_costs
+
+    def close(self) -> None:
+        """Ends other processes that take part."""
+        self.forward.close()
 
     def launch(self, step: Step) -> None:
         """Launches the forward pass of ``step``. One that is ahead takes tokens that the host does not know yet from
