@@ -112,7 +112,8 @@ def describe(row: Row) -> str:
     parts += [f"{row[key]:.2f} of {key.removeprefix('fraction_of_')}" for key in row if key.startswith("fraction_of_")]
     known = ("requests_per_s", "ratio", "difference", "margin", "idle_seconds", "eager_seconds", "seconds_per_graph")
     known += ("gap_seconds", "launches", "tests")
-    parts += [f"{key.replace('_', ' ')} {row[key]:.4g}" for key in known if key in row]
+    numbers = {key: row[key] for key in known if isinstance(row.get(key), (int, float))}  # percentiles are not shown
+    parts += [f"{key.replace('_', ' ')} {number:.4g}" for key, number in numbers.items()]
     return f"{row.get('case', '')}: {', '.join(parts)}"
 
 

@@ -94,6 +94,7 @@ def _measure_tilings(shape: AttentionShape, sequences: Sequences, bench: Bench, 
         if tiling != tilings[0]:
             case += f", {tiling.block_m} × {tiling.block_n}, {tiling.num_warps} warps, {tiling.num_stages} stages"
             case += f", {tiling.programs_per_sm} programs" if is_decode else ""
+            case += f"{', ahead' if tiling.ahead else ''}{', in turn' if tiling.persistent else ''}"
         others = OTHERS if (tiling == tilings[0] and shape.block_size == BLOCK_SIZES[0]) or bench.toy else ()
         yield bench.attempt(case, partial(measure_case, shape, sequences, bench, cut, others))
 

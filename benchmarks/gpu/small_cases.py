@@ -17,6 +17,7 @@ def main(*, toy: bool) -> None:
     from fastgen.compile.build.loader import KernelLoader
     from fastgen.compile.build.triton import TritonBuilder, triton_arch
     from fastgen.compile.host.device import current
+    from fastgen.compile.ops.attention.shape import AttentionShape
     from fastgen.compile.spec import KernelSpec
 
     names: list[str] = []
@@ -29,8 +30,8 @@ def main(*, toy: bool) -> None:
     device = current("cpu" if toy else "cuda")
     bench = Bench(device, Noting(TritonBuilder(triton_arch(device))), Limits(1.0, 1.0), toy=True)
     dtype = attention.TOY.dtype if toy else "bf16"
-    for shape in (attention.TOY, replace(attention.TOY, block_size=4, num_heads=6, num_kv_heads=1)):
-        attention.check(replace(shape, dtype=dtype), bench)
+    for shape in (replace(attention.TOY, dtype=dtype), AttentionShape(6, 1, 16, 4, dtype, 0.25)):
+        attention.check(shape, bench)
     elementwise.check(elementwise.TOY, 5, bench)
     few_row_linear.check(few_row_linear.TOY, bench)
     moe.check(moe.TOY, 9, bench)

@@ -272,6 +272,9 @@ def test_what_is_printed_of_a_row() -> None:
     assert command.describe(limits) == "copy 4.10 TB/s, bf16 GEMM 790 TFLOP/s"
     row = {"case": "batch 1", "seconds": 0.0035, "fraction_of_copy": 0.9, "idle_seconds": 2e-5}
     assert command.describe(row) == "batch 1: 3.500 ms, 0.90 of copy, idle seconds 2e-05"
+    rate = {"case": "10 s", "requests_per_s": 11.5, "gap_seconds": {"p50": 0.1}}
+    assert command.describe(rate) == "10 s: requests per s 11.5"
+    assert command.describe({"case": "http", "left_out": "no fastapi"}) == "http: no fastapi"
     assert command.describe({"case": "batch 256", "error": "too large"}) == "batch 256: too large"
 
 

@@ -127,7 +127,6 @@ def test_the_kernels_of_every_part_are_found_without_a_gpu() -> None:
     assert len({(spec.parameters["block_n"], tuple(spec.options.items())) for spec in attention}) > 5
 
 
-@pytest.mark.slow
 def test_so_are_those_of_an_engine_and_of_its_tuning() -> None:
     loader = prebuilt.Collector(TritonBuilder("sm_90"))
     loader.tuning = prebuilt.CollectingTuning(loader)
