@@ -40,7 +40,7 @@ def test_prompts_use_tensor_cores_and_spill_nothing(arch: str, head_dim: int, tm
     assert found["matrix_instructions"].get("wgmma" if arch == "sm_90" else "mma", 0) > 0
 
 
-@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("block_size", [pytest.param(16, marks=pytest.mark.slow), 64])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_prompts_compute_exponentials_while_the_next_product_runs(
     head_dim: int, block_size: int, tmp_path: Path

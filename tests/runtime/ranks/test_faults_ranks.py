@@ -65,7 +65,7 @@ def run_until_lost(llm: LLM, fault: int) -> tuple[str, float]:
     return output.error, time.monotonic() - began_s
 
 
-@pytest.mark.parametrize("target", ["cpp", "torch"])
+@pytest.mark.parametrize("target", ["cpp", pytest.param("torch", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_ends_the_model(directory: Path, target: str, fault: signal.Signals) -> None:
     with fastgen.load(directory, tensor_parallel=2, target=target) as llm:

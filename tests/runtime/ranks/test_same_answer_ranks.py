@@ -34,6 +34,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek", {}),
     ("llama", {"target": "torch"}),
 ]
+# `make test` has these by the default kernels; `make test-all` has all cases.
+FAST = ("llama", "deepseek")
 TOLERANCE = 1e-4
 
 
@@ -72,7 +74,11 @@ def beams(llm: LLM) -> list[list[int]]:
     return [completion.token_ids for output in outputs for completion in output.completions]
 
 
-@pytest.mark.parametrize(("family", "options"), CASES, ids=lambda case: case if isinstance(case, str) else str(case))
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [pytest.param(*case, marks=[] if case[0] in FAST and not case[1] else pytest.mark.slow) for case in CASES],
+    ids=lambda case: case if isinstance(case, str) else str(case),
+)
 def test_two_ranks_answer_as_one(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     directory = save_family(family, tmp_path)
     options = {"token_budget": 32, "max_num_seqs": 6, "num_threads": 2, **options}
