@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,8 +28,10 @@ json.dump(report, open(path, "w"))
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "guidellm"
-    path.write_text(f"#!{sys.executable}\n{GUIDELLM}")
+    path, script = tmp_path / "guidellm", tmp_path / "guidellm.py"
+    script.write_text(GUIDELLM)
+    # The first line of a script cannot name an interpreter in a directory with a space.
+    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(script))} "$@"\n')
     path.chmod(0o755)
 
     @contextmanager
