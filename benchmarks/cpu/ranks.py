@@ -1,4 +1,4 @@
-"""What it costs ranks to work together: a plan of a step, a sum over two ranks by its size, and tokens of one request.
+"""The cost of ranks that work together: a plan of a step, a sum over two ranks by its size, tokens of one request.
 
 ``python -m benchmarks.cpu.ranks [MODEL]`` prints it. One and two ranks take turns, each with all cores together.
 """

@@ -24,7 +24,7 @@ Parts = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Goal:
-    """What should be reached: at least ``floor``, or at most where ``less_is_better``. ``find`` returns the measured
+    """A figure to be reached: at least ``floor``, or at most where ``less_is_better``. ``find`` returns the measured
     number of a part's rows, ``None`` where there is none. ``unit`` is a multiple of the rows' unit, with its name.
     """
 

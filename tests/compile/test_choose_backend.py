@@ -1,4 +1,4 @@
-"""What the choice of a backend sets for the whole process."""
+"""Choosing a backend sets how torch accumulates, for the whole process."""
 
 from __future__ import annotations
 

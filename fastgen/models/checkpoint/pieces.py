@@ -1,4 +1,4 @@
-"""Where a rank's piece of a parameter lies in the stored tensor, so that no more than it is read."""
+"""Finds a rank's piece of a parameter in the stored tensor, so that only the piece is read."""
 
 from __future__ import annotations
 

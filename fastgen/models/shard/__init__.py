@@ -1,1 +1,1 @@
-"""What each rank holds of a model under tensor parallelism, as a model spec of its own."""
+"""Tensor parallelism: the model spec of each rank, derived from that of the whole model."""

@@ -74,7 +74,7 @@ class LeadingForward(Forward):
 
     @property
     def plan_costs(self) -> PlanCosts:
-        """What it cost so far to lead other ranks."""
+        """Returns the cost so far of leading other ranks."""
         return self._team.board.costs
 
     def close(self) -> None:

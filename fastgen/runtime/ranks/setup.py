@@ -1,4 +1,4 @@
-"""What a rank needs to know to build its part of a model, and the memory that ranks share."""
+"""The message from which a rank builds its part of a model, and the memory that ranks share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other ranks as their leader sees them: started, told what to do, watched, ended."""
+"""Starts the other ranks of a model, sends them plans, watches them, and ends them."""
 
 from __future__ import annotations
 

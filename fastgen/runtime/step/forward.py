@@ -60,7 +60,7 @@ class Forward:
 
     @property
     def plan_costs(self) -> PlanCosts:
-        """What it cost so far to lead other ranks."""
+        """Returns the cost so far of leading other ranks."""
         return PlanCosts()
 
     def close(self) -> None:

@@ -27,8 +27,8 @@ from fastgen.runtime.step.input_buffers import HostArrays, InputBuffers
 
 @dataclass(frozen=True)
 class Built:
-    """What the inputs of a step were made of: the bytes ``packed`` on the host, of which ``num_updates`` of block
-    tables count; and ``places`` and ``blocks`` of updates for which they have no room."""
+    """The data of a step's inputs: the bytes ``packed`` on the host, with ``num_updates`` updates of block tables; and
+    ``places`` and ``blocks`` of the updates for which they have no room."""
 
     packed: Tensor
     num_updates: int

@@ -96,7 +96,7 @@ class ModelRunner:
 
     @property
     def plan_costs(self) -> PlanCosts:
-        """What it cost so far to lead other ranks."""
+        """Returns the cost so far of leading other ranks."""
         return self.forward.plan_costs
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What it costs the first of several ranks to lead the others."""
+"""The cost of leading other ranks."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ Array = npt.NDArray[Any]
 
 
 class Kind(enum.IntEnum):
-    """What ranks do together."""
+    """The kinds of work that ranks do together."""
 
     # Compute hidden states of a step: tokens, updates of block tables; the packed inputs.
     HIDDEN = 0
@@ -49,7 +49,7 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Plan:
-    """What ranks do next. ``payload`` are the bytes of its arrays, valid until the plan is taken."""
+    """The next work of all ranks. ``payload`` are the bytes of its arrays, valid until the plan is taken."""
 
     kind: Kind
     numbers: tuple[int, ...]

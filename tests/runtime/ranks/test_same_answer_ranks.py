@@ -127,3 +127,12 @@ def test_four_ranks_answer_as_one(family: str, tmp_path: Path) -> None:
         one = llm.generate(PROMPTS, [with_distributions(sampling) for sampling in SAMPLINGS])
     with fastgen.load(directory, tensor_parallel=4) as llm:
         check_same(one, llm.generate(PROMPTS, SAMPLINGS))
+
+
+@pytest.mark.slow
+def test_the_leader_keeps_the_formats_that_its_ledger_has_room_for() -> None:
+    """Four ranks share the memory of this machine, so each has room for fewer."""
+    with fastgen.load("tiny-llama", tensor_parallel=4, num_threads=4) as llm:
+        assert llm._engine is not None
+        assert llm._engine.grammars is not None
+        assert llm._engine.grammars._kept._max_bytes == llm.ledger.size_bytes("compiled formats") > 0

@@ -1,4 +1,4 @@
-"""What ranks that share a model compute together: sums, gathered logits, and a norm over the heads of all ranks."""
+"""Operations over all ranks of a model: sums, gathered logits, and a norm over the heads of all ranks."""
 
 from __future__ import annotations
 
