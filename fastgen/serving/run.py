@@ -162,8 +162,7 @@ async def _do_unless(work: Coroutine[Any, Any, object], event: asyncio.Event) ->
 
 async def _failure(service: Service) -> None:
     """Waits until the engine cannot be restarted, and raises the reason."""
-    assert service.engine.failure is not None
-    raise FastgenError(await asyncio.shield(service.engine.failure))
+    raise FastgenError(await service.engine.failed())
 
 
 def _address(options: ServeOptions, listener: socket.socket) -> str:

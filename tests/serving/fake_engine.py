@@ -83,7 +83,7 @@ async def fake_processes(engine: EngineClient, monkeypatch: pytest.MonkeyPatch) 
             started.append(FakeProcess(command, context=context, **more))
             return started[-1]
 
-        monkeypatch.setattr("fastgen.serving.engine.client.subprocess.Popen", start)
+        monkeypatch.setattr("fastgen.serving.engine.supervisor.subprocess.Popen", start)
         try:
             async with asyncio.timeout(WAIT_S):
                 yield started

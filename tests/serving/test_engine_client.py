@@ -76,7 +76,7 @@ def test_it_is_ready_once_texts_can_be_read(monkeypatch: pytest.MonkeyPatch) -> 
     service, seen = Service({"model": "tiny-llama"}), list[str]()
 
     async def start() -> SimpleNamespace:
-        service.engine.state = "ready"
+        service.engine.process.state = "ready"
         return SimpleNamespace(directory=locate("tiny-llama"), max_model_len=512, tokenizer_class="TokenizersBackend")
 
     def read(directory: Path, config: object, *, tokenizer_class: str) -> TextCodec:
@@ -109,8 +109,8 @@ def test_counters_that_come_after_their_engine_has_ended_are_not_taken_for_the_n
     engine = an_engine(SimpleNamespace(engine_counted=taken.append))
 
     async def reply(what: str, kind: object) -> str:
-        engine.state = states.pop()
-        return engine.state
+        engine.process.state = states.pop()
+        return engine.process.state
 
     states: list[Any] = ["restarting", "ready"]
     engine.ask = reply  # type: ignore[method-assign, assignment]
@@ -136,7 +136,7 @@ def test_a_process_that_the_system_refuses_is_an_engine_that_did_not_start(monke
         finally:
             await engine.stop()
 
-    monkeypatch.setattr("fastgen.serving.engine.client.subprocess.Popen", refuse)
+    monkeypatch.setattr("fastgen.serving.engine.supervisor.subprocess.Popen", refuse)
     asyncio.run(run())
 
 

@@ -14,8 +14,7 @@ import pytest
 from fastgen.runtime.requests.outputs import RequestMetrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.api_keys import API_KEY_VARIABLE
-from fastgen.serving.engine import client as client_module
-from fastgen.serving.engine import restarts
+from fastgen.serving.engine import restarts, supervisor
 from fastgen.serving.engine.client import EngineClient
 from fastgen.serving.engine.messages import End, Progress, Report, Submit
 from fastgen.serving.monitoring.watch import Watch
@@ -31,7 +30,7 @@ BEAT_S = 0.01
 
 @pytest.fixture(autouse=True)
 def beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_BEAT_S", BEAT_S)
+    monkeypatch.setattr(supervisor, "_BEAT_S", BEAT_S)
 
 
 def an_engine(timeout_s: float) -> EngineClient:
@@ -81,7 +80,7 @@ def test_time_in_which_the_loop_stood_still_is_not_silence(monkeypatch: pytest.M
     async def run() -> int:
         async with fake_processes(engine, monkeypatch) as started:
             await engine.start()
-            monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: 1000.0 * next(ticks)))
+            monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: 1000.0 * next(ticks)))
             await until_ended(started[0])
             return next(ticks)
 
@@ -97,11 +96,11 @@ def test_an_engine_that_dies_again_and_again_is_started_later_each_time_and_then
     async def run() -> tuple[str, int]:
         async with fake_processes(engine, monkeypatch) as started:
             await engine.start()
-            assert engine.failure is not None
+            assert engine.process.failure is not None
             while engine.state == "ready":
                 started[-1].die(3)
                 await until_ready(engine, started, len(started) + 1)
-            return await engine.failure, len(started)
+            return await engine.process.failure, len(started)
 
     monkeypatch.setattr(logging.getLogger("fastgen"), "propagate", True)
     why, num_started = asyncio.run(run())
@@ -124,8 +123,8 @@ def test_an_answer_makes_an_engine_useful(monkeypatch: pytest.MonkeyPatch) -> No
                 started[-1].die(3)
                 await until_ready(engine, started, number + 1)
             assert engine.state == "ready"
-            assert engine._directory is not None
-            assert [path.name for path in engine._directory.path.iterdir()] == [f"engine-{len(started)}"]
+            assert engine.process._directory is not None
+            assert [path.name for path in engine.process._directory.path.iterdir()] == [f"engine-{len(started)}"]
 
     asyncio.run(run())
 
@@ -178,7 +177,7 @@ def test_what_is_not_done_when_the_time_to_drain_is_over_ends_with_an_error_even
                 answering = asyncio.create_task(client.post("/v1/completions", json=body))
                 submitted = await started[0].next(Submit)
                 started[0].send(Report([submitted.number, 7], [], [], [], None))
-                while not all(request.has_started for request in service.engine._requests.values()):
+                while not all(request.has_started for request in service.engine._requests):
                     await asyncio.sleep(0.001)
                 await service.drain(0.01)
                 with pytest.raises(UnavailableError, match="takes no more requests"):

@@ -176,7 +176,7 @@ def test_an_engine_that_cannot_start_again_is_given_up_with_the_reason(runner: a
     try:
         (model / "config.json").unlink()
         live.kill()
-        failure = live.service.engine.failure
+        failure = live.service.engine.process.failure
         assert failure is not None
         assert "3 times in a row" in live.run(asyncio.wait_for(failure, WAIT_S))
         assert "config.json" in failure.result()

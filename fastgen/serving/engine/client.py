@@ -1,95 +1,67 @@
-"""The server's side of the engine: its process, the requests in it, and their progress.
+"""The server's side of the engine: the requests in it, their progress, and questions to it.
 
-The process is restarted if it ends by itself or is silent for too long; the requests in it fail at once. The process
-reports a status several times a second between its steps, so silence means a step that does not end, or a suspended
-process.
+When the engine's process ends, the requests in it fail at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import logging
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Mapping
 from itertools import count
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-import zmq
 
-from fastgen.errors import FastgenError, GenerationError
+from fastgen.errors import GenerationError
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.serving.api_keys import environment_without_keys
 from fastgen.serving.engine.messages import (
     Ask,
     Cancel,
     Check,
     EngineFacts,
-    LoadFailed,
-    Ready,
     Reply,
     Report,
     Status,
-    Stop,
     Submit,
-    ToEngine,
-    encoder,
-    has_come,
     pack_sampling,
-    to_server,
 )
+from fastgen.serving.engine.open_requests import OpenRequests
 from fastgen.serving.engine.request import EngineRequest, EngineWatcher
-from fastgen.serving.engine.restarts import Restarts
-from fastgen.serving.engine.socket_directory import SocketDirectory
-from fastgen.serving.refusals import BadRequestError, EngineDiedError, UnavailableError
+from fastgen.serving.engine.supervisor import EngineProcess, State
+from fastgen.serving.refusals import EngineDiedError, UnavailableError
 
-State = Literal["starting", "ready", "restarting", "stopped", "failed"]
 _T = TypeVar("_T")
-_log = logging.getLogger(__name__)
-
-# How often the engine's counters are requested, and its silence is checked.
-_BEAT_S = 0.5
-# Consecutive failed starts of the engine after which no more are tried.
-_MAX_STARTS = 3
 
 
 class EngineClient:
-    """Starts an engine's process, and restarts it if it ends by itself or is silent for ``timeout_s`` seconds.
+    """Holds the requests in an engine, whose process it starts and keeps running; see :class:`EngineProcess`.
 
-    ``arguments`` are those of ``fastgen.load``. All methods belong to one event loop.
+    All methods belong to one event loop.
     """
 
     def __init__(self, arguments: Mapping[str, Any], watcher: EngineWatcher, *, timeout_s: float):
-        self._arguments, self._watcher, self._timeout_s = dict(arguments), watcher, timeout_s
-        self.state: State = "starting"
-        self.facts: EngineFacts | None = None
+        self._watcher = watcher
+        self.process = EngineProcess(arguments, self, timeout_s=timeout_s)
         self.status = Status(0, 0, 0)
-        self.num_restarts = 0
-        # Why the engine could not be restarted, once no more starts are tried.
-        self.failure: asyncio.Future[str] | None = None
-        self._heard_s = time.monotonic()
-        self._numbers, self._num_processes = count(), 0
-        self._requests: dict[int, EngineRequest] = {}
+        self._numbers = count()
+        self._requests = OpenRequests(watcher, self.process.answered)
         self._asked: dict[int, asyncio.Future[msgspec.Raw]] = {}
-        self._ready: asyncio.Future[EngineFacts] | None = None
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] | None = None
-        self._will_receive = False
-        self._process: subprocess.Popen[bytes] | None = None
-        self._ended: asyncio.Future[int] | None = None
-        self._directory: SocketDirectory | None = None
-        self._restarts = Restarts()
-        self._keeper: asyncio.Task[None] | None = None
         self._counting: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> State:
+        return self.process.state
+
+    @property
+    def facts(self) -> EngineFacts | None:
+        """Returns the properties of the engine, once it is loaded."""
+        return self.process.facts
+
+    @property
+    def num_restarts(self) -> int:
+        return self.process.num_restarts
 
     @property
     def num_open(self) -> int:
@@ -99,22 +71,20 @@ class EngineClient:
     @property
     def pid(self) -> int | None:
         """Returns the id of the process, or ``None`` if there is none."""
-        return None if self._process is None else self._process.pid
+        return self.process.pid
 
     async def start(self) -> EngineFacts:
         """Starts the process and waits until its model is loaded. Raises ``FastgenError`` if that fails."""
-        self.failure = asyncio.get_running_loop().create_future()
-        facts = await self._launch()
-        self._keeper = asyncio.create_task(self._supervise())
-        return facts
+        return await self.process.start()
+
+    async def failed(self) -> str:
+        """Waits until the engine cannot be restarted, and returns why."""
+        assert self.process.failure is not None
+        return await asyncio.shield(self.process.failure)
 
     def check_ready(self) -> None:
         """Raises ``UnavailableError`` if requests cannot be accepted now."""
-        if self.state != "ready":
-            retry_after_s = 1.0 if self.facts is None else self.facts.load_s
-            raise UnavailableError(
-                f"the engine is not ready: it is {self.state}; try again in a moment", retry_after_s=retry_after_s
-            )
+        self.process.check_ready()
 
     def submit(
         self, prompt_ids: list[int], sampling: SamplingParams, *, is_stream: bool, arrived_s: float
@@ -124,19 +94,19 @@ class EngineClient:
         """
         self.check_ready()
         request = EngineRequest(next(self._numbers), len(prompt_ids), sampling, arrived_s)
-        self._send(Submit(request.number, prompt_ids, pack_sampling(sampling), is_stream))
-        self._requests[request.number] = request
+        self.process.send(Submit(request.number, prompt_ids, pack_sampling(sampling), is_stream))
+        self._requests.add(request)
         return request
 
     def cancel(self, request: EngineRequest) -> None:
         """Ends ``request``, whose result is no longer needed. The engine drops it before the next step."""
-        if self._drop(request) and request.num_open and self.state == "ready":
+        if self._requests.drop(request) and request.num_open and self.state == "ready":
             with contextlib.suppress(UnavailableError):
-                self._send(Cancel(request.number))
+                self.process.send(Cancel(request.number))
 
     def finish(self, request: EngineRequest) -> None:
         """Forgets ``request`` after all its news were taken."""
-        self._drop(request)
+        self._requests.drop(request)
 
     async def ask(self, what: str, kind: type[_T]) -> _T:
         """Returns the engine's answer to ``what``, a key of ``engine_process.ANSWERS``, computed between two steps.
@@ -154,123 +124,10 @@ class EngineClient:
         answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
         self._asked[message.number] = answer
         try:
-            self._send(message)
+            self.process.send(message)
             return await answer
         finally:
             self._asked.pop(message.number, None)
-
-    def fail_all(self, failure: Exception) -> None:
-        """Ends all requests in the engine with ``failure``."""
-        for request in list(self._requests.values()):
-            request.fail(failure)
-            self.cancel(request)
-        for asked in self._asked.values():
-            if not asked.done():
-                asked.set_exception(failure)
-
-    async def stop(self, timeout_s: float = 10.0) -> None:
-        """Ends the process, by force after ``timeout_s``. Its requests fail."""
-        was_ready, self.state = self.state == "ready", "stopped"
-        self.fail_all(UnavailableError("the server is ending"))
-        for task in (self._keeper, self._counting):
-            if task is not None:
-                task.cancel()
-                await asyncio.wait({task})
-        if self._ended is not None and not self._ended.done():
-            assert self._process is not None
-            if was_ready:
-                with contextlib.suppress(UnavailableError):
-                    self._send(Stop())
-                await asyncio.wait({self._ended}, timeout=timeout_s)
-            self._process.kill()
-            await asyncio.wait({self._ended})  # cancelling this wait must not cancel the shared future
-        self._close_socket()
-        self._context.term()
-        if self._directory is not None:
-            self._directory.remove()
-            self._directory = None
-
-    # --- the process
-
-    async def _launch(self) -> EngineFacts:
-        """Starts a process and waits until it is ready."""
-        self._ready = asyncio.get_running_loop().create_future()
-        try:
-            self._open_socket()
-            process = self._start_process()
-        except (OSError, zmq.ZMQError) as error:  # no memory, no descriptors
-            raise FastgenError(f"the engine's process cannot be started: {error}") from error
-        self._ended = _end_of(process)
-        awaited: set[asyncio.Future[Any]] = {self._ready, self._ended}
-        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-        self._receive()  # its last messages before it ended
-        if not self._ready.done():
-            raise FastgenError(f"the engine's process {_ending_text(self._ended.result())} while it loaded")
-        self.facts = self._ready.result()
-        self._heard_s = time.monotonic()
-        self._restarts.ready(self._heard_s)
-        self._watcher.engine_ready(self.facts)
-        self.state = "ready"
-        return self.facts
-
-    async def _supervise(self) -> None:
-        """Watches the process, and restarts it when it ends, until restarting fails too often."""
-        while True:
-            why = await self._end_of_process()
-            self.state = "restarting"
-            self._process_ended(
-                EngineDiedError(f"the engine's process {why} while this request was in it; send it again")
-            )
-            delay_s = self._restarts.died(time.monotonic())
-            _log.error("the engine's process %s%s", why, _what_follows(delay_s))
-            if delay_s is None:
-                self._fail(
-                    f"the engine ended {self._restarts.num_useless} times in a row before it had answered a request; "
-                    f"the last one {why}"
-                )
-                return
-            await asyncio.sleep(delay_s)
-            for attempt in range(1, _MAX_STARTS + 1):
-                self.num_restarts += 1
-                try:
-                    await self._launch()
-                    break
-                except FastgenError as error:
-                    self._process_ended(EngineDiedError(str(error)))
-                    _log.error("the engine did not start, attempt %d of %d: %s", attempt, _MAX_STARTS, error)
-                    if attempt == _MAX_STARTS:
-                        self._fail(f"the engine did not start {_MAX_STARTS} times in a row: {error}")
-                        return
-
-    def _fail(self, why: str) -> None:
-        """Gives up the engine."""
-        self.state = "failed"
-        assert self.failure is not None
-        self.failure.set_result(why)
-
-    async def _end_of_process(self) -> str:
-        """Waits until the process has ended, and ends it if it is silent for too long. Returns how it ended.
-
-        A pause of this event loop counts as two beats at most: its cause, for example a suspended machine, may have
-        held up the engine as well.
-        """
-        assert self._process is not None
-        assert self._ended is not None
-        silent_s = 0.0
-        while not self._ended.done():
-            heard_s, began_s = self._heard_s, time.monotonic()
-            await asyncio.wait({self._ended}, timeout=_BEAT_S)
-            self._receive()  # messages that came while this loop was busy count
-            silent_s += min(time.monotonic() - began_s, 2 * _BEAT_S)
-            if self._heard_s > heard_s:
-                silent_s = 0.0
-            if silent_s > self._timeout_s and not self._ended.done():
-                self._process.kill()
-                await asyncio.wait({self._ended})  # cancelling this wait must not cancel the shared future
-                return f"was silent for {silent_s:.1f} s and was ended"
-            if self._counting is None or self._counting.done():
-                self._counting = asyncio.create_task(self.count())
-        return _ending_text(self._ended.result())
 
     async def count(self) -> None:
         """Passes the engine's counters to the watcher, if the engine is running."""
@@ -279,154 +136,43 @@ class EngineClient:
             if self.state == "ready":  # else the process has ended meanwhile, and its counters are void
                 self._watcher.engine_counted(counted)
 
-    def _process_ended(self, failure: Exception) -> None:
-        """Fails the requests of a process that has ended, and closes its socket."""
-        self._receive()
+    def fail_all(self, failure: Exception) -> None:
+        """Ends all requests in the engine with ``failure``."""
+        for request in self._requests:
+            request.fail(failure)
+            self.cancel(request)
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(failure)
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """Ends the process, by force after ``timeout_s``. Its requests fail."""
+        self.fail_all(UnavailableError("the server is ending"))
+        if self._counting is not None:
+            self._counting.cancel()
+        await self.process.stop(timeout_s)
+
+    # --- what comes from the process
+
+    def engine_ready(self, facts: EngineFacts) -> None:
+        """See :class:`EngineListener`, as the other methods below."""
+        self._watcher.engine_ready(facts)
+
+    def engine_sent(self, message: Report | Reply, encoded: bytes) -> None:
+        if isinstance(message, Report):
+            self._requests.take(message)
+            if message.status is not None:
+                self.status = message.status
+        elif (asked := self._asked.get(message.number)) is not None and not asked.done():
+            if message.error is None:
+                asked.set_result(message.body)
+            else:
+                asked.set_exception(GenerationError(message.error))
+
+    def engine_beat(self) -> None:
+        if self._counting is None or self._counting.done():
+            self._counting = asyncio.create_task(self.count())
+
+    def engine_ended(self, failure: Exception) -> None:
         self.fail_all(failure)
-        self._close_socket()
         self._watcher.engine_ended()
-
-    def _start_process(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "fastgen.serving.engine.process", self._address(), str(os.getpid())]
-        environment = environment_without_keys()
-        self._process = process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
-            stdin.write(json.dumps(self._arguments).encode())
-        return process
-
-    def _address(self) -> str:
-        return f"ipc://{self._socket_path()}"
-
-    def _socket_path(self) -> Path:
-        assert self._directory is not None
-        return self._directory.path / f"engine-{self._num_processes}"
-
-    def _open_socket(self) -> None:
-        if self._directory is None:
-            self._directory = SocketDirectory()
-        self._num_processes += 1  # each process has its own address, so it receives no message for the previous one
-        socket = self._context.socket(zmq.PAIR)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.bind(self._address())
-        self._socket = socket
-        asyncio.get_running_loop().add_reader(socket.fileno(), self._receive)
-
-    def _close_socket(self) -> None:
-        if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._socket.fileno())
-            self._socket.close()
-            self._socket = None
-            self._socket_path().unlink(missing_ok=True)  # closing it leaves the file
-
-    # --- messages
-
-    def _send(self, message: ToEngine) -> None:
-        """Sends a message. Raises ``UnavailableError`` if the process has ended and this was not noticed yet."""
-        assert self._socket is not None
-        try:
-            self._socket.send(encoder.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            raise UnavailableError("the engine's process has ended; another starts, try again in a moment") from None
-        # The descriptor signals changes only, and sending may have consumed a signal.
-        if not self._will_receive:
-            self._will_receive = True
-            asyncio.get_running_loop().call_soon(self._receive)
-
-    def _receive(self) -> None:
-        """Takes all messages that have arrived."""
-        self._will_receive = False
-        while self._socket is not None and has_come(self._socket):
-            message = to_server.decode(self._socket.recv())
-            self._heard_s = time.monotonic()
-            match message:
-                case Report():
-                    self._take(message)
-                case Reply():
-                    if (asked := self._asked.get(message.number)) is not None and not asked.done():
-                        if message.error is None:
-                            asked.set_result(message.body)
-                        else:
-                            asked.set_exception(GenerationError(message.error))
-                case Ready():
-                    if self._ready is not None and not self._ready.done():
-                        self._ready.set_result(message.facts)
-                case LoadFailed():
-                    if self._ready is not None and not self._ready.done():
-                        self._ready.set_exception(FastgenError(message.error))
-
-    def _take(self, report: Report) -> None:
-        for number in report.started:
-            if (request := self._requests.get(number)) is not None:
-                self._start(request)
-        tokens = iter(report.tokens)
-        for number, token_id in zip(tokens, tokens, strict=True):
-            if (request := self._requests.get(number)) is not None:
-                if not request.has_started:
-                    self._start(request)
-                request.add_token(token_id)
-        for progress in report.progress:
-            if (request := self._requests.get(progress.number)) is not None:
-                if progress.token_ids and not request.has_started:
-                    self._start(request)
-                if progress.end is not None:
-                    request.num_open -= 1
-                    if progress.end.reason in ("stop", "length"):
-                        self._restarts.answered()
-                    self._watcher.completion_ended(request, progress)
-                    if not request.num_open:
-                        self._watcher.request_gone(request)
-                request.add(progress)
-        for refused in report.refused:
-            if (request := self._requests.get(refused.number)) is not None:
-                failure = GenerationError(refused.error) if refused.is_failure else BadRequestError(refused.error)
-                request.fail(failure)
-                self._drop(request)
-        if report.status is not None:
-            self.status = report.status
-
-    def _start(self, request: EngineRequest) -> None:
-        request.has_started = True
-        self._watcher.request_started(request)
-
-    def _drop(self, request: EngineRequest) -> bool:
-        """Forgets ``request``; returns whether it was known."""
-        if self._requests.pop(request.number, None) is None:
-            return False
-        if request.num_open:
-            self._watcher.request_gone(request)
-        return True
-
-
-def _end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
-    """Returns a future of the exit status of ``process``. Waiting for it blocks neither the loop nor the exit of this
-    process.
-    """
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[int] = loop.create_future()
-
-    def wait() -> None:
-        status = process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(ended.set_result, status)
-
-    threading.Thread(target=wait, name="engine-process", daemon=True).start()
-    return ended
-
-
-def _what_follows(delay_s: float | None) -> str:
-    if delay_s is None:
-        return "; no more are started"
-    return f"; starting another in {delay_s:g} s" if delay_s else "; starting another"
-
-
-def _ending_text(status: int) -> str:
-    """Returns in words how a process with this exit status ended."""
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        return f"was ended by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was ended by signal {-status}"

@@ -1,0 +1,74 @@
+"""The open requests of a server, and what the reports of engines mean for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from fastgen.errors import GenerationError
+from fastgen.serving.engine.messages import Report
+from fastgen.serving.engine.request import EngineRequest, EngineWatcher
+from fastgen.serving.refusals import BadRequestError
+
+
+class OpenRequests:
+    """Holds the requests that have not ended, by their numbers. ``on_answered`` is called when an engine has ended an
+    answer by itself.
+    """
+
+    def __init__(self, watcher: EngineWatcher, on_answered: Callable[[], None] = lambda: None):
+        self._watcher, self._on_answered = watcher, on_answered
+        self._requests: dict[int, EngineRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[EngineRequest]:
+        return iter(list(self._requests.values()))
+
+    def __contains__(self, request: EngineRequest) -> bool:
+        return self._requests.get(request.number) is request
+
+    def add(self, request: EngineRequest) -> None:
+        """Adds ``request``, which was sent to an engine."""
+        self._requests[request.number] = request
+
+    def drop(self, request: EngineRequest) -> bool:
+        """Forgets ``request``; returns whether it was known."""
+        if self._requests.pop(request.number, None) is None:
+            return False
+        if request.num_open:
+            self._watcher.request_gone(request)
+        return True
+
+    def take(self, report: Report) -> None:
+        """Hands the news in ``report`` to their requests. News of others are passed over."""
+        for number in report.started:
+            if (request := self._requests.get(number)) is not None:
+                self._start(request)
+        tokens = iter(report.tokens)
+        for number, token_id in zip(tokens, tokens, strict=True):
+            if (request := self._requests.get(number)) is not None:
+                if not request.has_started:
+                    self._start(request)
+                request.add_token(token_id)
+        for progress in report.progress:
+            if (request := self._requests.get(progress.number)) is not None:
+                if progress.token_ids and not request.has_started:
+                    self._start(request)
+                if progress.end is not None:
+                    request.num_open -= 1
+                    if progress.end.reason in ("stop", "length"):
+                        self._on_answered()
+                    self._watcher.completion_ended(request, progress)
+                    if not request.num_open:
+                        self._watcher.request_gone(request)
+                request.add(progress)
+        for refused in report.refused:
+            if (request := self._requests.get(refused.number)) is not None:
+                failure = GenerationError(refused.error) if refused.is_failure else BadRequestError(refused.error)
+                request.fail(failure)
+                self.drop(request)
+
+    def _start(self, request: EngineRequest) -> None:
+        request.has_started = True
+        self._watcher.request_started(request)
