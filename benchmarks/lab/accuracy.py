@@ -161,7 +161,6 @@ class EngineReplica:
     def __init__(self, engine: Engine, clock: CpuClock | WallClock, on_end: Callable[[Generation], None]):
         self._engine, self._clock, self._on_end = engine, clock, on_end
         self._begin_s = clock()
-        self.num_outstanding = 0
         engine.answers.on_end = self._end
 
     @property

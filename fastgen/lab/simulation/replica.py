@@ -48,15 +48,13 @@ class Replica:
             seed=seed,
         )
         self.engine, self.clock = self._server.engine, self._server.clock
-        self.engine.answers.on_end = self._note_end
-        self._on_end, self._step_gap_s = on_end, settings.step_gap_s
+        self.engine.answers.on_end = on_end
+        self._step_gap_s = settings.step_gap_s
         if records_flight:  # all of it, however long
             self.engine.recorder.max_steps = self.engine.recorder.max_bytes = sys.maxsize
         # Until when the policy waits for more requests.
         self._resumes_s = 0.0
         self._samplings: dict[int, SamplingParams] = {}
-        # Prompt and answer tokens of the requests that have not ended.
-        self.num_outstanding = 0
 
     @property
     def next_step_s(self) -> float:
@@ -73,11 +71,9 @@ class Replica:
         step_end_s = max(self.clock.now_s, at_s)
         self.clock.now_s = at_s
         try:
-            generation = self.engine.submit(prompt_ids, self._samplings[num_new])
+            return self.engine.submit(prompt_ids, self._samplings[num_new])
         finally:
             self.clock.now_s = self._resumes_s = step_end_s
-        self.num_outstanding += len(prompt_ids) + num_new
-        return generation
 
     def step(self) -> None:
         """Runs the next step. The clock shows then when the one after it may begin."""
@@ -85,11 +81,6 @@ class Replica:
         self.engine.step()
         self.clock.now_s += self._step_gap_s
         self._resumes_s = self.clock.now_s + self.engine.idle_s
-
-    def _note_end(self, generation: Generation) -> None:
-        request = generation.request
-        self.num_outstanding -= len(request.prompt_ids) + request.sampling.max_new_tokens
-        self._on_end(generation)
 
     def recording(self, model: str) -> Recording:
         """Returns the flight recording, if it ``records_flight``; else one without events."""

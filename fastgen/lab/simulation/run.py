@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.lab.records import RequestRecord, Run, RunHeader
 from fastgen.lab.simulation.clients import Clients, Send
 from fastgen.lab.simulation.replica import Replica
-from fastgen.lab.simulation.router import make_router
 from fastgen.lab.simulation.settings import ServerSettings
 from fastgen.lab.workloads.request import PlannedRequest
 from fastgen.lab.workloads.sessions import Conversations
 from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.flight.recording import Recording
+from fastgen.runtime.routing import RoutedRequest, Router, block_hashes, make_router
 from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.version import __version__
 
@@ -35,15 +35,16 @@ def simulate(
     num_clients: int | None = None,
     stagger_s: float = 0.0,
     num_replicas: int = 1,
-    router: str = "least_tokens",
+    router: str | Router = "least_tokens",
     seed: int = 0,
     workload: Mapping[str, Any] | None = None,
 ) -> Run:
     """Returns what ``requests`` would see: in an open loop, where each has its ``due_s``, or with ``num_clients`` in a
     closed one, whose clients begin U(0, ``num_clients``) times ``stagger_s`` late.
 
-    Each of ``num_replicas`` servers has these ``settings`` and this ``cost`` of a step. ``router`` is ``"round_robin"``
-    or ``"least_tokens"``. ``workload`` are the facts of the workload for the header.
+    Each of ``num_replicas`` servers has these ``settings`` and this ``cost`` of a step. ``router`` chooses among them:
+    a name of :data:`~fastgen.runtime.routing.registry.ROUTERS`, or a router that has seen no request. Choosing takes
+    no time. ``workload`` are the facts of the workload for the header.
 
     :raises InvalidArgumentError: for arguments that cannot work. A request that the server would refuse is no error;
         its record says so.
@@ -61,6 +62,14 @@ def simulate(
     ).run()
 
 
+class _Routed(NamedTuple):
+    """A request that was sent to a replica."""
+
+    send: Send
+    request: RoutedRequest
+    replica: str
+
+
 class Simulation:
     """One run, as :func:`simulate` makes it. With ``records_flight``, :meth:`recordings` has every step afterwards."""
 
@@ -73,7 +82,7 @@ class Simulation:
         num_clients: int | None = None,
         stagger_s: float = 0.0,
         num_replicas: int = 1,
-        router: str = "least_tokens",
+        router: str | Router = "least_tokens",
         seed: int = 0,
         workload: Mapping[str, Any] | None = None,
         records_flight: bool = False,
@@ -82,12 +91,14 @@ class Simulation:
             raise InvalidArgumentError(f"num_replicas={num_replicas}: expected at least one")
         self._requests, self._settings, self._cost = requests, settings, cost
         self._clients = Clients(requests, num_clients, stagger_s=stagger_s, seed=seed)
-        self._route = make_router(router)
+        self._router = router if not isinstance(router, str) else self._made_router(router, seed)
+        self._replica_ids = [str(number) for number in range(num_replicas)]
         self.replicas = [
             Replica(settings, cost, self._end, seed=seed + number, records_flight=records_flight)
             for number in range(num_replicas)
         ]
-        self._facts = {"replicas": num_replicas, "router": router, "seed": seed}
+        name = router if isinstance(router, str) else type(router).__name__
+        self._facts = {"replicas": num_replicas, "router": name, "seed": seed}
         self._load = (
             {"loop": "open"}
             if num_clients is None
@@ -95,7 +106,7 @@ class Simulation:
         )
         self._workload = dict(workload or {})
         # What was sent and is not answered yet, by its answer.
-        self._sent: dict[Generation, Send] = {}
+        self._sent: dict[Generation, _Routed] = {}
         self._records: dict[int, RequestRecord] = {}
         self._conversations = Conversations()
 
@@ -120,20 +131,34 @@ class Simulation:
     def _submit(self, sent: Send, arrival_s: float) -> None:
         request = self._requests[sent.request]
         prompt_ids = self._conversations.prompt(request)
+        routed = self._routed(request, prompt_ids)
+        replica = self._router.rank(routed, self._replica_ids)[0]
         try:
-            generation = self._route(self.replicas).submit(prompt_ids, request.num_new_tokens, arrival_s)
+            generation = self.replicas[int(replica)].submit(prompt_ids, request.num_new_tokens, arrival_s)
         except InvalidArgumentError as error:
             ended_s = arrival_s + self._settings.token_delay_s
             self._record(sent, len(prompt_ids), token_times_s=(), ended_s=ended_s, error=str(error))
             return
-        self._sent[generation] = sent
+        self._router.sent(routed, replica)
+        self._sent[generation] = _Routed(sent, routed, replica)
+
+    def _made_router(self, name: str, seed: int) -> Router:
+        settings = self._settings
+        return make_router(name, block_size=settings.block_size, num_blocks=settings.num_blocks, seed=seed)
+
+    def _routed(self, request: PlannedRequest, prompt_ids: list[int]) -> RoutedRequest:
+        """Returns what the router sees of a request. Hashes are of use only where replicas differ in what they hold."""
+        differ = self._settings.prefix_caching and len(self.replicas) > 1
+        hashes = block_hashes(prompt_ids, self._settings.block_size) if differ else ()
+        return RoutedRequest(len(prompt_ids), request.num_new_tokens, hashes, request.session)
 
     def _end(self, generation: Generation) -> None:
         (completion,) = generation.completions
         assert completion.error is None, completion.error
         delay_s = self._settings.token_delay_s
         times_s = tuple([time_s + delay_s for time_s in completion.token_times_s])
-        sent, sequence = self._sent.pop(generation), completion.sequence
+        (sent, routed, replica), sequence = self._sent.pop(generation), completion.sequence
+        self._router.ended(routed, replica)
         num_prompt = sequence.num_prompt_tokens
         request = self._requests[sent.request]
         if request.session is not None:

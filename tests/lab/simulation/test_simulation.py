@@ -12,6 +12,7 @@ from fastgen.lab.records import RequestRecord, Run
 from fastgen.lab.simulation import ServerSettings, Simulation, simulate
 from fastgen.lab.workloads.request import PlannedRequest
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.routing import ROUTERS
 from fastgen.runtime.simulated import Arrival, SimulatedServer
 from fastgen.runtime.step_cost.cost import StepCost
 
@@ -137,11 +138,11 @@ def test_what_cannot_be_simulated_is_refused_in_words() -> None:
         simulate(planned(1), SETTINGS, COST, num_clients=0)
     with pytest.raises(InvalidArgumentError, match="num_replicas=0"):
         simulate(planned(1), SETTINGS, COST, num_clients=1, num_replicas=0)
-    with pytest.raises(InvalidArgumentError, match="router='random' is not known"):
-        simulate(planned(1), SETTINGS, COST, num_clients=1, router="random")
+    with pytest.raises(InvalidArgumentError, match="router='fewest' is not known"):
+        simulate(planned(1), SETTINGS, COST, num_clients=1, router="fewest")
 
 
-@pytest.mark.parametrize("router", ["round_robin", "least_tokens"])
+@pytest.mark.parametrize("router", list(ROUTERS))
 def test_replicas_share_the_load(router: str) -> None:
     requests = planned(200, rate=100)
     one = simulate(requests, SETTINGS, COST, router=router)
