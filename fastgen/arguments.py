@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
@@ -22,6 +23,11 @@ from fastgen.errors import InvalidArgumentError
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+
+
+_UNITS = {"": 1, "B": 1}
+for _power, _prefix in enumerate("KMGT", start=1):
+    _UNITS |= {f"{_prefix}B": 1000**_power, f"{_prefix}iB": 1024**_power}
 
 
 @dataclass(frozen=True)
@@ -236,3 +242,13 @@ def _stated(kind: type) -> Iterator[tuple[Field[Any], Option | None]]:
         for option in get_args(field.type)[1:]:
             if isinstance(option, Option):
                 yield field, option
+
+
+def parse_bytes(size: int | str, name: str) -> int:
+    """Returns bytes from a number, or a string such as ``"4GiB"`` or ``"500 MB"``; ``name`` is the argument's name."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?i?B|)", size.strip()) if isinstance(size, str) else None
+    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
+        raise InvalidArgumentError(f"{name}={size!r}: expected a positive number of bytes or a size such as '4GiB'")
+    return int(float(match[1]) * _UNITS[match[2]])

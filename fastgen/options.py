@@ -65,6 +65,14 @@ class LoadOptions:
             default="on a CPU half of the memory that all else leaves, on a GPU what all else leaves of nine tenths",
         ),
     ] = None
+    memory: Annotated[
+        int | str | None,
+        Option(
+            "Memory that the engine may count on: bytes, or a size such as 8GiB.",
+            "The ledger keeps to it, so that several engines fit on one device.",
+            default="all that the device has",
+        ),
+    ] = None
     block_size: Annotated[
         int | None, Option("Tokens in a block of the KV cache.", check=AT_LEAST_1, default="16 on a CPU, 64 on a GPU")
     ] = None

@@ -27,7 +27,7 @@ _PACKAGES = ("torch", "transformers", "triton")
 # The arguments that decide which model it is and how much memory it takes.
 _LOAD = options.only(
     options.LOAD_ARGUMENTS,
-    *("recipe", "device", "dtype", "target", "quantize", "token_budget", "max_num_seqs", "kv_cache_memory"),
+    *("recipe", "device", "dtype", "target", "quantize", "token_budget", "max_num_seqs", "kv_cache_memory", "memory"),
     *("block_size", "max_model_len", "num_threads", "tensor_parallel", "revision", "allow_config_keys"),
 )
 
@@ -160,7 +160,7 @@ def _engine(load_options: LoadOptions, source: ModelSource, spec: ModelSpec) -> 
     from fastgen.compile.backends.choose import target_facts
     from fastgen.compile.host.device import current
     from fastgen.models.measure import ModelBuild
-    from fastgen.runtime.arrangement import memory_of_rank, threads_of_rank
+    from fastgen.runtime.arrangement import device_of_rank, threads_of_rank
     from fastgen.runtime.config import resolve_engine_config
     from fastgen.runtime.memory.fit import blocks_of_sequence
     from fastgen.runtime.memory.ledger import MemoryModel
@@ -171,7 +171,7 @@ def _engine(load_options: LoadOptions, source: ModelSource, spec: ModelSpec) -> 
     num_threads = threads_of_rank(load_options, device)
     target = target_facts(load_options.target, device, num_threads=num_threads, quantize=quantize)
     weight_format = parse_quantize(quantize, target.name)
-    memory = MemoryModel(ModelBuild(spec, source.dtype, target, weight_format), memory_of_rank(device, spec.rank.count))
+    memory = MemoryModel(ModelBuild(spec, source.dtype, target, weight_format), device_of_rank(device, load_options))
     config = resolve_engine_config(memory, load_options)
     blocks = blocks_of_sequence(memory, config.max_model_len, config.token_budget, config.block_size)
     sizes = {

@@ -55,7 +55,12 @@ def _serve(model: str | None, properties: str | None, given: options.Given) -> N
     if "model" not in given:
         options.usage_error(f"MODEL is missing. {options.MODEL_HELP}")
     load_arguments, serve_options = sort_arguments(given)
-    run(load_arguments, serve_options)
+    if serve_options.replicas is None:
+        run(load_arguments, serve_options)
+    else:
+        from fastgen.serving.replicas.launch import run_replicas
+
+        run_replicas(given)
 
 
 def _translated(file: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from fastgen.arguments import parse_bytes
 from fastgen.compile.host.device import Device
 from fastgen.errors import InvalidArgumentError
 from fastgen.models.measure import ModelBuild
@@ -46,9 +47,16 @@ def threads_of_rank(options: LoadOptions, device: Device) -> int | None:
     return max(1, (options.num_threads or device.num_cores) // options.tensor_parallel)
 
 
-def memory_of_rank(device: Device, count: int) -> Device:
-    """Returns the device with the memory that one of ``count`` ranks may take: those of a CPU share its memory."""
-    return replace(device, memory_bytes=device.memory_bytes // count) if device.kind == "cpu" else device
+def device_of_rank(device: Device, options: LoadOptions) -> Device:
+    """Returns the device with the memory that one rank may take: at most ``options.memory`` for all of them, and those
+    of a CPU share its memory.
+    """
+    num_bytes = device.memory_bytes
+    if options.memory is not None:
+        num_bytes = min(num_bytes, parse_bytes(options.memory, "memory"))
+    if device.kind == "cpu":
+        num_bytes //= options.tensor_parallel
+    return replace(device, memory_bytes=num_bytes)
 
 
 def start_team(

@@ -83,6 +83,7 @@ def build_engine(
     if team is not None:
         team.ready()
         forward = LeadingForward(forward, input_batch, team)
+    host_bytes = ledger.device_bytes if device.type == "cpu" else current("cpu").memory_bytes // spec.rank.count
     return Engine(
         ModelRunner(forward, input_batch, sampler, steady),
         Scheduler(
@@ -110,7 +111,7 @@ def build_engine(
                 codec.tokenizer,
                 vocab_size=spec.vocab_size,
                 eos_token_ids=codec.eos_token_ids,
-                max_bytes=most_kept_bytes(current("cpu").memory_bytes // spec.rank.count),
+                max_bytes=most_kept_bytes(host_bytes),
             )
             if codec.has_tokenizer
             else None

@@ -4,12 +4,12 @@ known.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Literal
 
 import torch
 
+from fastgen.arguments import parse_bytes
 from fastgen.errors import InvalidArgumentError, OutOfMemoryError
 from fastgen.models.spec import ModelSpec
 from fastgen.options import LoadOptions
@@ -23,9 +23,6 @@ _DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 # Kernels of a GPU read a KV tile of 64 keys from one block, without gathering.
 DEFAULT_BLOCK_SIZE: dict[Literal["cpu", "cuda"], int] = {"cpu": 16, "cuda": 64}
 _DEFAULT_NUM_DRAFT_TOKENS = 4
-_UNITS = {"": 1, "B": 1}
-for _power, _prefix in enumerate("KMGT", start=1):
-    _UNITS |= {f"{_prefix}B": 1000**_power, f"{_prefix}iB": 1024**_power}
 
 
 def resolve_engine_config(memory: MemoryModel, options: LoadOptions) -> EngineConfig:
@@ -126,16 +123,6 @@ def parse_dtype(name: str) -> torch.dtype:
     if not isinstance(name, str) or name not in _DTYPES:
         raise InvalidArgumentError(f"dtype={name!r}: expected 'auto' or one of {', '.join(map(repr, _DTYPES))}")
     return _DTYPES[name]
-
-
-def parse_bytes(size: int | str, name: str) -> int:
-    """Returns bytes from a number, or a string such as ``"4GiB"`` or ``"500 MB"``; ``name`` is the argument's name."""
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?i?B|)", size.strip()) if isinstance(size, str) else None
-    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
-        raise InvalidArgumentError(f"{name}={size!r}: expected a positive number of bytes or a size such as '4GiB'")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _num_draft_tokens(speculative: str | None, num_draft_tokens: int | None, token_budget: int) -> int:

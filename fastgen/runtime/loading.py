@@ -11,7 +11,7 @@ from fastgen.models.measure import ModelBuild
 from fastgen.models.shard.shard import shard
 from fastgen.models.spec import Rank
 from fastgen.options import LoadOptions
-from fastgen.runtime.arrangement import check_arrangement, memory_of_rank, start_team, threads_of_rank
+from fastgen.runtime.arrangement import check_arrangement, device_of_rank, start_team, threads_of_rank
 from fastgen.runtime.assembly import build_engine
 from fastgen.runtime.config import resolve_engine_config
 from fastgen.runtime.llm import LLM
@@ -49,7 +49,7 @@ def load(options: LoadOptions) -> LLM:
     weight_format = parse_quantize(options.quantize, facts.name)
     spec = shard(source.spec, Rank(0, options.tensor_parallel), weight_format)
     described = ModelBuild(spec, source.dtype, facts, weight_format)
-    memory = MemoryModel(described, memory_of_rank(device, options.tensor_parallel))
+    memory = MemoryModel(described, device_of_rank(device, options))
     config = resolve_engine_config(memory, options)
     policy.check(config.max_num_seqs)
     codec = TextCodec.from_checkpoint(source.directory, source.checkpoint.config)

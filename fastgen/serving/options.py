@@ -177,6 +177,30 @@ class ServeOptions:
             "Seconds without a sign of the engine after which it is restarted.", check=ABOVE_0, flag="--engine-timeout"
         ),
     ] = 60.0
+    replicas: Annotated[
+        int | None,
+        Option(
+            "Replicas of the model behind one address, on Ray Serve.",
+            "scaling.md says more.",
+            check=AT_LEAST_1,
+            default="one engine, without Ray",
+        ),
+    ] = None
+    address: Annotated[
+        str | None,
+        Option(
+            "Cluster of Ray that the replicas run on: auto, or HOST:PORT of its head.",
+            default="one of this machine alone, started for this server",
+        ),
+    ] = None
+    router: Annotated[
+        str,
+        Option(
+            "How a replica is chosen: prefix, least_tokens, round_robin or random.",
+            "prefix takes the replica that holds the most of the prompt's blocks, unless it is much busier than "
+            "another.",
+        ),
+    ] = "prefix"
     log_format: Annotated[
         LogFormat,
         Option(

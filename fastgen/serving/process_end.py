@@ -1,10 +1,15 @@
-"""The quick end of a serving process."""
+"""How the processes of a server end: quickly, and with the process that started them."""
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
+import signal
+import sys
 from typing import NoReturn
+
+_PR_SET_PDEATHSIG = 1
 
 
 def end_process() -> NoReturn:
@@ -15,3 +20,14 @@ def end_process() -> NoReturn:
     """
     atexit._run_exitfuncs()
     os._exit(0)
+
+
+def end_with(parent: int) -> None:
+    """Has the kernel kill this process when its ``parent`` ends, even while it loads or is in a long step.
+
+    Other systems than Linux do not have that.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent ended before the call
+        sys.exit(1)

@@ -18,7 +18,9 @@ import uvloop
 from fastgen.errors import FastgenError
 from fastgen.serving.clients.deployments import Deployment, registered, this_deployment
 from fastgen.serving.ending import Ending
+from fastgen.serving.engine.engine import ServedEngine
 from fastgen.serving.engine.garbage import rarely_collected
+from fastgen.serving.engine.request import EngineWatcher
 from fastgen.serving.grpc.server import GrpcServer
 from fastgen.serving.http.app import create_app, prepare
 from fastgen.serving.http.connection import close_slow
@@ -40,10 +42,16 @@ _log = logging.getLogger(__name__)
 
 
 def run(
-    arguments: Mapping[str, Any], options: ServeOptions, *, on_ready: Callable[[Deployment], None] | None = None
+    arguments: Mapping[str, Any],
+    options: ServeOptions,
+    *,
+    on_ready: Callable[[Deployment], None] | None = None,
+    make_engine: Callable[[EngineWatcher], ServedEngine] | None = None,
 ) -> None:
     """Serves the model that ``fastgen.load`` would load with ``arguments``, until SIGTERM or Ctrl-C, or until a client
-    ends the server. ``on_ready`` is called with the deployment once the model is served.
+    ends the server. ``on_ready`` is called with the deployment once the model is served. ``make_engine`` makes another
+    engine than one process of this machine; the port may then be that of another server of this user, so that one can
+    take the other's place.
 
     The first signal lets running requests finish, the second ends them. Then this process ends, with status 0. Raises
     ``FastgenError`` where the server cannot start, or its engine cannot be restarted.
@@ -51,14 +59,18 @@ def run(
     log = set_up_logging(options.log_format)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run(arguments, options, on_ready or (lambda deployment: None), log))
+            runner.run(_run(arguments, options, on_ready or (lambda deployment: None), log, make_engine))
             end_process()
     finally:
         log.flush()
 
 
 async def _run(
-    arguments: Mapping[str, Any], options: ServeOptions, on_ready: Callable[[Deployment], None], log: LogQueue
+    arguments: Mapping[str, Any],
+    options: ServeOptions,
+    on_ready: Callable[[Deployment], None],
+    log: LogQueue,
+    make_engine: Callable[[EngineWatcher], ServedEngine] | None,
 ) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MAX_THREADS, "work"))
     endings = Endings()
@@ -69,9 +81,10 @@ async def _run(
         model_name=options.name,
         limits=options.limits,
         engine_timeout_s=options.engine_timeout_s,
+        make_engine=make_engine,
     )
     log.on_dropped = service.metrics.log_line_dropped
-    listener = listen(options)
+    listener = listen(options, is_shared=make_engine is not None)
     warn_if_open(options)
     app = create_app(service, options)
     app.include_router(terminate_routes(ending))
@@ -98,9 +111,11 @@ async def _run(
             with rarely_collected(), registered(deployment):
                 _log.info("memory of %s:\n%s", service.model_name, service.facts.ledger)
                 log.flush()
-                write_text(STDOUT, _announcement(deployment, needs_key=bool(options.api_keys)))
+                write_text(STDOUT, announcement(deployment, needs_key=bool(options.api_keys)))
                 on_ready(deployment)
                 await endings.first_or(_failure(service))
+                if make_engine is not None:  # its successor takes the new connections
+                    http.stop_listening()
                 _log.info("ending: running requests may take %g s to finish", options.drain_timeout_s)
                 await endings.second_or(service.drain(options.drain_timeout_s))
     finally:
@@ -171,7 +186,7 @@ def _address(options: ServeOptions, listener: socket.socket) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _announcement(deployment: Deployment, *, needs_key: bool) -> str:
+def announcement(deployment: Deployment, *, needs_key: bool) -> str:
     """Returns the addresses and a command to try."""
     lines = [f"{deployment.name} is served at {deployment.address}"]
     if deployment.grpc_address is not None:

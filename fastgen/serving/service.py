@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from fastgen.models.checkpoint import hub
 from fastgen.models.checkpoint.files import read_json_object
 from fastgen.runtime.requests.outputs import GenerationOutput
 from fastgen.runtime.requests.sampling_params import SamplingParams
@@ -19,8 +20,9 @@ from fastgen.runtime.text.tokenizer_loading import import_generic_tokenizer
 from fastgen.serving.answers import USUAL_TEXT, Answers, TextRules, Update
 from fastgen.serving.encoding.encoder import TextEncoder
 from fastgen.serving.engine.client import EngineClient
+from fastgen.serving.engine.engine import ServedEngine
 from fastgen.serving.engine.messages import EngineFacts, RecordingReply
-from fastgen.serving.engine.request import EngineRequest
+from fastgen.serving.engine.request import EngineRequest, EngineWatcher
 from fastgen.serving.grammars.queue import TrialQueue
 from fastgen.serving.grammars.trial import FormatTrials
 from fastgen.serving.monitoring.prometheus import ServerMetrics
@@ -42,7 +44,8 @@ class Service:
     """Serves one model.
 
     ``arguments`` are those of ``fastgen.load``; ``model_name`` is the name that clients use. An engine that is silent
-    for ``engine_timeout_s`` seconds is restarted.
+    for ``engine_timeout_s`` seconds is restarted. ``make_engine`` makes another engine than one process of this
+    machine.
     """
 
     def __init__(
@@ -52,10 +55,16 @@ class Service:
         model_name: str | None = None,
         limits: Limits | None = None,
         engine_timeout_s: float = ENGINE_TIMEOUT_S,
+        make_engine: Callable[[EngineWatcher], ServedEngine] | None = None,
     ):
         self.model_name = str(arguments["model"]) if model_name is None else model_name
         self._watch = Watch(limits or Limits(), lambda: self.state == "ready")
-        self.engine = EngineClient(arguments, self._watch, timeout_s=engine_timeout_s)
+        self.engine: ServedEngine = (
+            EngineClient(arguments, self._watch, timeout_s=engine_timeout_s)
+            if make_engine is None
+            else make_engine(self._watch)
+        )
+        self._model, self._revision = str(arguments["model"]), arguments.get("revision")
         self._codec: TextCodec | None = None
         self._templates: TemplateRenderer | None = None
         self._encoder: TextEncoder | None = None
@@ -104,6 +113,8 @@ class Service:
         """Loads the model. Raises ``FastgenError`` if that fails."""
         facts, _ = await asyncio.gather(self.engine.start(), asyncio.to_thread(import_generic_tokenizer))
         directory = Path(facts.directory)
+        if not directory.is_dir():  # the engine is on another machine
+            directory = await asyncio.to_thread(hub.locate, self._model, revision=self._revision)
         config = read_json_object(directory / "config.json")
         codec = await asyncio.to_thread(
             TextCodec.from_checkpoint, directory, config, tokenizer_class=facts.tokenizer_class
@@ -130,11 +141,12 @@ class Service:
         arrived_s: float | None = None,
         rules: TextRules = USUAL_TEXT,
         request_id: str | None = None,
+        session: str | None = None,
     ) -> Running:
         """Queues a request. Raises :class:`~fastgen.serving.refusals.RefusedError` if it is refused.
 
         ``arrived_s`` is its arrival by ``time.monotonic``, by default now. ``rules`` say how tokens become text.
-        By ``request_id`` the client finds it in the recording.
+        By ``request_id`` the client finds it in the recording. Requests of one ``session`` go to one replica.
         """
         arrived_s = time.monotonic() if arrived_s is None else arrived_s
         admitted = None
@@ -148,7 +160,9 @@ class Service:
             answers = Answers(prompt_ids, sampling, self.codec, rules)
             admitted = self._watch.admission.admit(len(prompt_ids), sampling)
             is_large = num_logprobs(len(prompt_ids), sampling) > MANY_LOGPROBS
-            request = self.engine.submit(prompt_ids, sampling, is_stream=is_stream or is_large, arrived_s=arrived_s)
+            request = self.engine.submit(
+                prompt_ids, sampling, is_stream=is_stream or is_large, arrived_s=arrived_s, session=session
+            )
         except Exception as error:
             if isinstance(error, UnavailableError):
                 self.metrics.refused("unavailable")
@@ -186,9 +200,11 @@ class Service:
             return reason
         return await self.engine.refusal(prompt_ids, sampling)
 
-    async def recording(self) -> RecordingReply:
-        """Returns the engine's flight recording. Raises ``RefusedError`` if there is no engine."""
-        return await self.engine.ask("recording", RecordingReply)
+    async def recording(self, replica: str | None = None) -> RecordingReply:
+        """Returns the flight recording of an engine, by default of the first. Raises ``RefusedError`` if there is
+        none.
+        """
+        return await self.engine.ask("recording", RecordingReply, replica=replica)
 
     async def metrics_text(self) -> bytes:
         """Returns all current counters in Prometheus' text format. If the engine is too busy to answer, its last

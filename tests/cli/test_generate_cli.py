@@ -22,6 +22,7 @@ LOAD_FLAGS = {
     "token_budget": (["--token-budget", "64"], 64),
     "max_num_seqs": (["--max-num-seqs", "8"], 8),
     "kv_cache_memory": (["--kv-cache-memory", "4GiB"], "4GiB"),
+    "memory": (["--memory", "8GiB"], "8GiB"),
     "block_size": (["--block-size", "16"], 16),
     "max_model_len": (["--max-model-len", "99"], 99),
     "policy": (["--policy", "orca"], "orca"),

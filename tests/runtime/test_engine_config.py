@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import MistralConfig
 
+from fastgen.arguments import parse_bytes
 from fastgen.compile.backends.target import TargetFacts
 from fastgen.compile.host.device import Device
 from fastgen.errors import InvalidArgumentError, OutOfMemoryError
@@ -17,7 +18,7 @@ from fastgen.models.registry.registry import find_recipe
 from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import AttentionSpec, ModelSpec
 from fastgen.options import LoadOptions
-from fastgen.runtime.config import parse_bytes, parse_dtype, resolve_engine_config
+from fastgen.runtime.config import parse_dtype, resolve_engine_config
 from fastgen.runtime.memory.ledger import MemoryModel
 from fastgen.runtime.memory.sizes import EngineConfig
 

@@ -22,6 +22,7 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.simulated import SimulatedServer
 from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.runtime.text.codec import TextCodec
+from fastgen.serving import process_end
 from fastgen.serving.engine import process as engine_process
 from fastgen.serving.engine.client import EngineClient
 from fastgen.serving.engine.messages import (
@@ -142,9 +143,9 @@ def test_a_process_that_the_system_refuses_is_an_engine_that_did_not_start(monke
 
 def test_a_process_whose_parent_has_gone_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "one that cannot end it by itself")
-    engine_process._end_with(os.getppid())
+    process_end.end_with(os.getppid())
     with pytest.raises(SystemExit):
-        engine_process._end_with(os.getpid())
+        process_end.end_with(os.getpid())
 
 
 @pytest.mark.parametrize("name", ["port", "grpc_port"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
@@ -15,7 +15,7 @@ from fastgen.serving.admission.prediction import EngineSize, Load, Pending, Pred
 from fastgen.serving.engine.messages import EngineFacts
 from fastgen.serving.monitoring.prometheus import Refusal
 from fastgen.serving.options import Limits
-from fastgen.serving.refusals import OverloadedError, TooLargeError
+from fastgen.serving.refusals import OverloadedError, TooLargeError, UnavailableError
 from fastgen.serving.request_limits import MAX_OPEN_LOGPROBS, num_logprobs
 
 # How long refusals reuse one prediction, because a refusal must be cheap.
@@ -30,6 +30,10 @@ class Admitted:
     def __init__(self, admission: Admission, pending: Pending):
         self._admission, self._pending = admission, pending
 
+    def routed(self, replica: str) -> None:
+        """Reports the replica that it was sent to, which may not be the expected one, or the first."""
+        self._pending = self._admission.routed(self._pending, replica)
+
     def started(self) -> None:
         """Reports its first token; further calls do nothing."""
         self._admission.started(self._pending)
@@ -41,8 +45,16 @@ class Admitted:
         self._admission.ended(self._pending, num_generated, is_whole=is_whole)
 
 
+class _Opened(NamedTuple):
+    """An open request: the load that it is part of, and the most log-probabilities that it may hold."""
+
+    load: Load
+    num_logprobs: int
+
+
 class Admission:
-    """Knows the engine's load, and admits or refuses each request.
+    """Knows the load of each replica's engine, and admits or refuses each request. A server without replicas has one
+    engine, named ``""``.
 
     ``on_refused`` is called with the reason for each refusal: ``queued_requests``, ``queued_tokens``,
     ``prompt_tokens``, ``logprobs``, ``ttft_slo`` or ``itl_target``.
@@ -53,43 +65,53 @@ class Admission:
     ):
         self.limits = limits
         self._on_refused, self._clock = on_refused, clock
-        self._load: Load | None = None
-        # The open requests, each with the most log-probabilities that it may hold.
-        self._open: dict[Pending, int] = {}
+        # Of each engine.
+        self._loads: dict[str, Load] = {}
+        self._open: dict[Pending, _Opened] = {}
         self._num_logprobs = 0
         self._last_prediction: tuple[float, Prediction | None] = (-math.inf, None)
 
-    def begin(self, facts: EngineFacts) -> None:
+    def begin(self, facts: EngineFacts, replica: str = "") -> None:
         """Starts over with a new engine, which has no requests yet."""
+        old = self._loads.get(replica)
+        for pending in [pending for pending, opened in self._open.items() if opened.load is old]:
+            self._num_logprobs -= self._open.pop(pending).num_logprobs
         num_kv_tokens = facts.num_blocks * facts.block_size
-        self._load = Load(EngineSize(facts.token_budget, facts.max_num_seqs, num_kv_tokens))
-        self._open.clear()
-        self._num_logprobs = 0
+        self._loads[replica] = Load(EngineSize(facts.token_budget, facts.max_num_seqs, num_kv_tokens))
 
-    def observe(self, metrics: Metrics) -> None:
-        """Takes the engine's counters up to now."""
-        assert self._load is not None
-        self._load.observe(metrics, self._clock())
+    def end(self, replica: str = "") -> None:
+        """Forgets an engine that has ended. Its requests end too, or are sent to another one."""
+        self._loads.pop(replica, None)
+
+    def observe(self, metrics: Metrics, replica: str = "") -> None:
+        """Takes the counters of an engine up to now."""
+        if (load := self._loads.get(replica)) is not None:
+            load.observe(metrics, self._clock())
 
     def predict(self, num_prompt_tokens: int, *, num_seqs: int = 1, priority: int = 0) -> Prediction | None:
         """Returns the times that a request would see, or ``None`` while too little has been measured."""
-        assert self._load is not None
-        return self._load.predict(num_prompt_tokens, num_seqs, priority, self._clock())
+        return self._least_busy().predict(num_prompt_tokens, num_seqs, priority, self._clock())
+
+    def _least_busy(self) -> Load:
+        """Returns the load of the engine that the next request is expected to go to."""
+        if not self._loads:
+            raise UnavailableError("no engine is ready; try again in a moment")
+        return min(self._loads.values(), key=lambda load: (load.num_waiting_tokens, load.num_open))
 
     def admit(self, num_prompt_tokens: int, sampling: SamplingParams) -> Admitted:
         """Admits a request. Raises :class:`TooLargeError` or :class:`OverloadedError`."""
-        load, limits = self._load, self.limits
-        assert load is not None
+        load, limits = self._least_busy(), self.limits
+        num_waiting, num_waiting_tokens = self._waiting()
         if limits.max_prompt_tokens is not None and num_prompt_tokens > limits.max_prompt_tokens:
             self._on_refused("prompt_tokens")
             raise TooLargeError(
                 f"the prompt has {num_prompt_tokens} tokens; this server takes {limits.max_prompt_tokens}"
             )
         num_seqs = max(sampling.n, sampling.beam_width)
-        if load.num_waiting >= limits.max_queued_requests:
-            raise self._full("queued_requests", f"{load.num_waiting} requests wait for their first token")
-        if load.num_waiting and load.num_waiting_tokens + num_prompt_tokens > limits.max_queued_tokens:
-            raise self._full("queued_tokens", f"{load.num_waiting_tokens} prompt tokens wait")
+        if num_waiting >= limits.max_queued_requests:
+            raise self._full("queued_requests", f"{num_waiting} requests wait for their first token")
+        if num_waiting and num_waiting_tokens + num_prompt_tokens > limits.max_queued_tokens:
+            raise self._full("queued_tokens", f"{num_waiting_tokens} prompt tokens wait")
         found = num_logprobs(num_prompt_tokens, sampling)
         if self._num_logprobs and found and self._num_logprobs + found > MAX_OPEN_LOGPROBS:
             self._on_refused("logprobs")
@@ -102,20 +124,38 @@ class Admission:
         if limits.ttft_slo_s is not None or limits.itl_target_ms is not None:
             self._check_times(self.predict(num_prompt_tokens, num_seqs=num_seqs, priority=sampling.priority))
         pending = load.submitted(num_prompt_tokens, sampling.max_new_tokens, num_seqs, sampling.priority, self._clock())
-        self._open[pending] = found
+        self._open[pending] = _Opened(load, found)
         self._num_logprobs += found
         return Admitted(self, pending)
 
+    def routed(self, pending: Pending, replica: str) -> Pending:
+        """See :class:`Admitted`. Returns what stands for the request from now on."""
+        opened, load = self._open.get(pending), self._loads.get(replica)
+        if opened is None or load is None or load is opened.load:
+            return pending
+        del self._open[pending]
+        opened.load.ended(pending, 0, is_whole=False, now_s=self._clock())
+        moved = load.submitted(
+            pending.num_prompt_tokens, pending.num_new_tokens, pending.num_seqs, pending.priority, self._clock()
+        )
+        self._open[moved] = opened._replace(load=load)
+        return moved
+
     def started(self, pending: Pending) -> None:
         """See :class:`Admitted`."""
-        if pending in self._open and self._load is not None:
-            self._load.started(pending, self._clock())
+        if (opened := self._open.get(pending)) is not None:
+            opened.load.started(pending, self._clock())
 
     def ended(self, pending: Pending, num_generated: int, *, is_whole: bool) -> None:
         """See :class:`Admitted`."""
-        if pending in self._open and self._load is not None:
-            self._num_logprobs -= self._open.pop(pending)
-            self._load.ended(pending, num_generated, is_whole=is_whole, now_s=self._clock())
+        if (opened := self._open.pop(pending, None)) is not None:
+            self._num_logprobs -= opened.num_logprobs
+            opened.load.ended(pending, num_generated, is_whole=is_whole, now_s=self._clock())
+
+    def _waiting(self) -> tuple[int, int]:
+        """Returns how many requests wait for their first token, at all engines, and the tokens of their prompts."""
+        loads = self._loads.values()
+        return sum(load.num_waiting for load in loads), sum(load.num_waiting_tokens for load in loads)
 
     def _check_times(self, found: Prediction | None) -> None:
         """Refuses a request whose first token would come too late, or that would make the gaps of all requests too
@@ -150,9 +190,8 @@ class Admission:
         found = self._last_prediction[1]
         predicted_s = None if found is None else found.ttft_s
         expected = "" if predicted_s is None else f"a first token would come after about {predicted_s:.2f} s; "
-        assert self._load is not None
         # A place becomes free when the first waiting request has its first token.
-        retry_s = 1.0 if predicted_s is None else max(1.0, predicted_s / max(1, self._load.num_waiting))
+        retry_s = 1.0 if predicted_s is None else max(1.0, predicted_s / max(1, self._waiting()[0]))
         return OverloadedError(
             f"{what}, and this server lets at most {limit} wait; {expected}try again later",
             retry_after_s=retry_s,

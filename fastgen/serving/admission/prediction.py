@@ -96,6 +96,11 @@ class Load:
         """Returns the number of requests without a token."""
         return len(self._waiting)
 
+    @property
+    def num_open(self) -> int:
+        """Returns the number of requests that have not ended."""
+        return len(self._waiting) + len(self._started)
+
     def submitted(
         self, num_prompt_tokens: int, num_new_tokens: int, num_seqs: int, priority: int, now_s: float
     ) -> Pending:

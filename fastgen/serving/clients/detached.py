@@ -113,7 +113,12 @@ def _main() -> None:
 
     try:
         load_arguments, options = sort_arguments(request)
-        run(load_arguments, options, on_ready=ready)
+        if options.replicas is None:
+            run(load_arguments, options, on_ready=ready)
+        else:
+            from fastgen.serving.replicas.launch import run_replicas
+
+            run_replicas(request, on_ready=ready)
     except FastgenError as error:
         report({"error": str(error)})
         sys.exit(1)

@@ -87,10 +87,16 @@ class EngineClient:
         self.process.check_ready()
 
     def submit(
-        self, prompt_ids: list[int], sampling: SamplingParams, *, is_stream: bool, arrived_s: float
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        is_stream: bool,
+        arrived_s: float,
+        session: str | None = None,
     ) -> EngineRequest:
         """Sends a request that arrived at ``arrived_s`` of ``time.monotonic``. A refusal by the engine comes with the
-        first news.
+        first news. ``session`` makes no difference to a single engine.
         """
         self.check_ready()
         request = EngineRequest(next(self._numbers), len(prompt_ids), sampling, arrived_s)
@@ -108,7 +114,7 @@ class EngineClient:
         """Forgets ``request`` after all its news were taken."""
         self._requests.drop(request)
 
-    async def ask(self, what: str, kind: type[_T]) -> _T:
+    async def ask(self, what: str, kind: type[_T], *, replica: str | None = None) -> _T:
         """Returns the engine's answer to ``what``, a key of ``engine_process.ANSWERS``, computed between two steps.
         Raises ``GenerationError`` if the engine cannot answer.
         """
@@ -118,6 +124,10 @@ class EngineClient:
         """Returns why the engine would refuse such a request, or ``None``. Raises like :meth:`ask`."""
         asked = Check(next(self._numbers), prompt_ids, pack_sampling(sampling))
         return msgspec.msgpack.decode(await self._reply_to(asked), type=str | None)
+
+    def place_of(self, number: int) -> tuple[str, int] | None:
+        """Returns the only engine there is, and the same number."""
+        return "", number
 
     async def _reply_to(self, message: Ask | Check) -> msgspec.Raw:
         self.check_ready()

@@ -32,6 +32,16 @@ class OpenRequests:
         """Adds ``request``, which was sent to an engine."""
         self._requests[request.number] = request
 
+    def numbered(self, number: int) -> EngineRequest | None:
+        """Returns the request with this number, if it is open."""
+        return self._requests.get(number)
+
+    def renumber(self, request: EngineRequest, number: int) -> None:
+        """Has ``request`` begin again under another number."""
+        del self._requests[request.number]
+        request.begin_again(number)
+        self.add(request)
+
     def drop(self, request: EngineRequest) -> bool:
         """Forgets ``request``; returns whether it was known."""
         if self._requests.pop(request.number, None) is None:

@@ -8,7 +8,6 @@ ends when the process ``PARENT`` does.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import math
@@ -59,7 +58,7 @@ from fastgen.serving.engine.recordings import Recordings
 from fastgen.serving.log_file import move_output_to_log
 from fastgen.serving.monitoring.live import live_view
 from fastgen.serving.monitoring.log import set_up_logging_of_engine
-from fastgen.serving.process_end import end_process
+from fastgen.serving.process_end import end_process, end_with
 
 # The longest time between two status reports, and the longest sleep of an idle engine.
 STATUS_S = 0.25
@@ -69,7 +68,6 @@ PACE_S = 0.005
 # The longest sleep of an idle engine while a format is compiled.
 _FORMAT_S = 0.002
 
-_PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
 
 # The question for the flight recording, which is answered beside the steps.
@@ -304,7 +302,7 @@ class EngineLoop:
 def main() -> None:
     """Loads the model, reports that it is ready, and runs."""
     parent = int(sys.argv[2])
-    _end_with(parent)
+    end_with(parent)
     # A terminal's Ctrl-C and a service manager's SIGTERM reach this process too, but the server decides when it ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -332,17 +330,6 @@ def main() -> None:
                 _log.critical("the engine ends: %s", error)
                 sys.exit(1)
     end_process()
-
-
-def _end_with(parent: int) -> None:
-    """Has the kernel kill this process when its ``parent`` ends, even while it loads or is in a long step.
-
-    On systems without that, the loop notices that it is an orphan.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the call
-        sys.exit(1)
 
 
 def _with_policy(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,8 @@ class EngineRequest:
         self.has_started = False
         # Completions that have not ended.
         self.num_open = sampling.n
+        # Whether something of its answer was taken, so that it cannot begin again.
+        self.was_read = False
         self._news: list[Progress] = []
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -35,7 +37,16 @@ class EngineRequest:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         news, self._news = self._news, []
+        self.was_read = True
         return news
+
+    def begin_again(self, number: int) -> None:
+        """Forgets the news that were not taken. It is sent again, with another ``number``, by which late news of before
+        are told apart.
+        """
+        assert not self.was_read
+        self.number, self.has_started, self.num_open = number, False, self.sampling.n
+        self._news.clear()
 
     def add(self, progress: Progress) -> None:
         """Adds news."""
@@ -61,16 +72,21 @@ class EngineRequest:
 
 
 class EngineWatcher(Protocol):
-    """Is notified of the events of an engine and of its requests."""
+    """Is notified of the events of engines and of their requests. A server without replicas has one engine, named
+    ``""``.
+    """
 
-    def engine_ready(self, facts: EngineFacts) -> None:
-        """A new process is ready and has no requests yet."""
+    def engine_ready(self, facts: EngineFacts, replica: str = "") -> None:
+        """An engine is ready and has no requests yet."""
 
-    def engine_counted(self, metrics: Metrics) -> None:
-        """Receives the process's counters up to now."""
+    def engine_counted(self, metrics: Metrics, replica: str = "") -> None:
+        """Receives the engine's counters up to now."""
 
-    def engine_ended(self) -> None:
-        """The process has ended, and all its requests with it."""
+    def engine_ended(self, replica: str = "") -> None:
+        """The engine has ended, and all its requests with it."""
+
+    def request_routed(self, request: EngineRequest, replica: str) -> None:
+        """The request was sent to this replica. Called again where it is sent to another."""
 
     def request_started(self, request: EngineRequest) -> None:
         """The first token of a request came."""

@@ -142,12 +142,12 @@ class EngineProcess:
             process = self._start_process()
         except (OSError, zmq.ZMQError) as error:  # no memory, no descriptors
             raise FastgenError(f"the engine's process cannot be started: {error}") from error
-        self._ended = _end_of(process)
+        self._ended = end_of(process)
         awaited: set[asyncio.Future[Any]] = {self._ready, self._ended}
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         self._receive()  # its last messages before it ended
         if not self._ready.done():
-            raise FastgenError(f"the engine's process {_ending_text(self._ended.result())} while it loaded")
+            raise FastgenError(f"the engine's process {ending_text(self._ended.result())} while it loaded")
         self.facts = self._ready.result()
         self._heard_s = time.monotonic()
         self._restarts.ready(self._heard_s)
@@ -211,7 +211,7 @@ class EngineProcess:
                 await asyncio.wait({self._ended})  # cancelling this wait must not cancel the shared future
                 return f"was silent for {silent_s:.1f} s and was ended"
             self._listener.engine_beat()
-        return _ending_text(self._ended.result())
+        return ending_text(self._ended.result())
 
     def _process_ended(self, failure: Exception) -> None:
         """Takes the last messages of a process that has ended, and closes its socket."""
@@ -258,9 +258,13 @@ class EngineProcess:
 
     def send(self, message: ToEngine) -> None:
         """Sends a message. Raises ``UnavailableError`` if the process has ended and this was not noticed yet."""
+        self.send_encoded(encoder.encode(message))
+
+    def send_encoded(self, encoded: bytes) -> None:
+        """Sends a ``ToEngine`` that is MessagePack already. Raises like :meth:`send`."""
         assert self._socket is not None
         try:
-            self._socket.send(encoder.encode(message), zmq.NOBLOCK)
+            self._socket.send(encoded, zmq.NOBLOCK)
         except zmq.Again:
             raise UnavailableError("the engine's process has ended; another starts, try again in a moment") from None
         # The descriptor signals changes only, and sending may have consumed a signal.
@@ -286,7 +290,7 @@ class EngineProcess:
                         self._ready.set_exception(FastgenError(message.error))
 
 
-def _end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
+def end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
     """Returns a future of the exit status of ``process``. Waiting for it blocks neither the loop nor the exit of this
     process.
     """
@@ -308,7 +312,7 @@ def _what_follows(delay_s: float | None) -> str:
     return f"; starting another in {delay_s:g} s" if delay_s else "; starting another"
 
 
-def _ending_text(status: int) -> str:
+def ending_text(status: int) -> str:
     """Returns in words how a process with this exit status ended."""
     if status >= 0:
         return f"ended with status {status}"

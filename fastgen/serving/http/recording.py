@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from fastgen.serving.engine.messages import RecordingReply
 from fastgen.serving.http.errors import ERRORS
 from fastgen.serving.http.shared_query import SharedQuery
 from fastgen.serving.service import Service
@@ -21,7 +23,8 @@ RequestId = Annotated[str | None, Query(max_length=256, description="The id of a
 def recording_routes(service: Service) -> APIRouter:
     """Returns the route, for ``service``."""
     router = APIRouter(responses=ERRORS)
-    query = SharedQuery(service.recording)
+    # Of each replica; a server without has one engine.
+    queries: dict[str | None, SharedQuery[RecordingReply]] = {}
 
     @router.get(
         "/recording",
@@ -29,10 +32,18 @@ def recording_routes(service: Service) -> APIRouter:
         responses={200: {"content": {MEDIA_TYPE: {}}, "description": "The recording, as JSON Lines"}},
     )
     async def recording(request: RequestId = None) -> Response:
-        """Return the decisions of the engine's last steps. The recording holds no text and no token ids."""
-        reply, headers = await query.take(), {}
+        """Return the decisions of an engine's last steps. The recording holds no text and no token ids. Of several
+        replicas it is the one that answered the request.
+        """
+        places = (
+            [] if request is None else list(filter(None, map(service.engine.place_of, service.recent.numbers(request))))
+        )
+        replica = places[0][0] or None if places else None
+        if replica not in queries:
+            queries[replica] = SharedQuery(partial(service.recording, replica))
+        reply, headers = await queries[replica].take(), {}
         if request is not None:
-            numbers = [reply.request_ids.get(number) for number in service.recent.numbers(request)]
+            numbers = [reply.request_ids.get(number) for place, number in places if place == (replica or "")]
             found = [str(number) for number in numbers if number is not None]
             if not found:
                 raise HTTPException(404, f"no request with the id {request!r:.200} is among the last ones")

@@ -33,6 +33,11 @@ class HttpServer(uvicorn.Server):
         super().__init__(_config(app, options, metrics))
         metrics.connections.set_function(lambda: len(self.server_state.connections))
 
+    def stop_listening(self) -> None:
+        """Takes no more connections. Those that are open remain."""
+        for server in self.servers:
+            server.close()
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -66,10 +71,13 @@ def _config(app: ASGIApp, options: ServeOptions, metrics: ServerMetrics) -> uvic
     )
 
 
-def listen(options: ServeOptions) -> socket.socket:
-    """Returns a socket at the requested address. Raises ``InvalidArgumentError`` if the address is not available."""
+def listen(options: ServeOptions, *, is_shared: bool = False) -> socket.socket:
+    """Returns a socket at the requested address, which other processes of this user may share if they say so too.
+    Raises ``InvalidArgumentError`` if the address is not available.
+    """
     try:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        return socket.create_server((options.host, options.port), family=family, backlog=2048)
+        address = (options.host, options.port)
+        return socket.create_server(address, family=family, backlog=2048, reuse_port=is_shared)
     except OSError as error:
         raise InvalidArgumentError(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from error

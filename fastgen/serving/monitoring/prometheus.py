@@ -7,8 +7,9 @@ decreases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from functools import reduce
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
@@ -17,7 +18,8 @@ from prometheus_client import Histogram as OwnHistogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from fastgen.runtime.goodput import RATES, good_rates
-from fastgen.runtime.metrics import REQUEST_BOUNDS_S, Histogram, Metrics
+from fastgen.runtime.metrics import REQUEST_BOUNDS_S, Metrics
+from fastgen.serving.monitoring.totals import counters, total
 
 # The reasons for which a request is refused whatever it asks for.
 Refusal = Literal[
@@ -76,6 +78,14 @@ HELP = {
     "request_seconds": "Seconds from a request's submission until its last sequence had ended.",
 }
 
+# The engine's gauges that are also given for each replica.
+OF_REPLICAS = {
+    "requests_running": "Requests of the replica of which a sequence has a slot.",
+    "requests_waiting": "Requests in the replica's engine of which none has.",
+    "kv_blocks": "Blocks of the replica's KV cache.",
+    "kv_blocks_held": "Blocks that the replica's sequences hold.",
+}
+
 
 class ServerMetrics:
     """The server's own counters, and the last known counters of the engine. It belongs to one event loop.
@@ -87,7 +97,8 @@ class ServerMetrics:
         self.registry = CollectorRegistry(auto_describe=False)
         # The counters of all ended engines.
         self._ended: Metrics | None = None
-        self._latest: Metrics | None = None
+        # The last counters of each running engine.
+        self._latest: dict[str, Metrics] = {}
         self.registry.register(_EngineCollector(self))
         ProcessCollector(namespace="fastgen_server", registry=self.registry)
         Gauge("fastgen_up", "Whether requests are taken.", registry=self.registry).set_function(lambda: float(is_up()))
@@ -112,19 +123,26 @@ class ServerMetrics:
         for reason in get_args(Refusal):
             self._refused.labels(reason)
 
-    def observe(self, metrics: Metrics) -> None:
-        """Takes the counters of the running engine."""
-        self._latest = metrics
+    def observe(self, metrics: Metrics, replica: str = "") -> None:
+        """Takes the counters of a running engine."""
+        self._latest[replica] = metrics
 
-    def engine_ended(self) -> None:
-        """Keeps the counters of an engine whose process has ended; the next one counts from zero."""
-        self._ended, self._latest = self.engine(), None
+    def engine_ended(self, replica: str = "") -> None:
+        """Keeps the counters of an engine that has ended; the next one counts from zero."""
+        if (last := self._latest.pop(replica, None)) is not None:
+            self._ended = counters(last) if self._ended is None else total(self._ended, counters(last))
 
     def engine(self) -> Metrics | None:
-        """Returns the counters of all engines so far, and the gauges of the running one (zero if none runs)."""
-        if self._ended is None or self._latest is None:
-            return self._latest if self._ended is None else _sum(self._ended, None)
-        return _sum(self._ended, self._latest)
+        """Returns the counters of all engines so far, and the gauges of the running ones together (zero if none
+        runs).
+        """
+        known = [*([] if self._ended is None else [self._ended]), *self._latest.values()]
+        return reduce(total, known) if known else None
+
+    @property
+    def replicas(self) -> dict[str, Metrics]:
+        """Returns the last counters of each replica; none for a server without."""
+        return {replica: metrics for replica, metrics in self._latest.items() if replica}
 
     def answered(self, num_prompt_tokens: int, ttft_s: float, gaps_s: Sequence[float]) -> None:
         """Counts a complete answer of a sequence: its first token after ``ttft_s`` seconds, the others with
@@ -166,6 +184,12 @@ class _EngineCollector:
         if metrics is not None:
             for field in fields(metrics):
                 yield _family(field.name, getattr(metrics, field.name))
+        for name, about in OF_REPLICAS.items():
+            if replicas := self._server.replicas:
+                family = GaugeMetricFamily(f"{PREFIX}replica_{name}", about, labels=["replica"])
+                for replica, its in replicas.items():
+                    family.add_metric([replica], getattr(its, name))
+                yield family
 
 
 def _family(name: str, value: Any) -> Metric:
@@ -185,26 +209,3 @@ def _family(name: str, value: Any) -> Metric:
     for key, part in parts.items():
         family.add_metric(key, part)
     return family
-
-
-def _sum(ended: Metrics, latest: Metrics | None) -> Metrics:
-    """Returns the sums of both counters, and the gauges of ``latest``."""
-    found: dict[str, Any] = {}
-    for field in fields(Metrics):
-        old = getattr(ended, field.name)
-        new = None if latest is None else getattr(latest, field.name)
-        is_gauge = not field.name.endswith(("_total", "_seconds"))
-        found[field.name] = (new or 0) if is_gauge else _add(old, new)
-    return Metrics(**found)
-
-
-def _add(old: Any, new: Any) -> Any:
-    if new is None:
-        return old
-    if isinstance(old, Mapping):
-        return {key: _add(old.get(key), new.get(key)) if key in old else new[key] for key in {**old, **new}}
-    if isinstance(old, Histogram):
-        assert old.bounds == new.bounds
-        counts = tuple(map(sum, zip(old.counts, new.counts, strict=True)))
-        return Histogram(bounds=old.bounds, counts=counts, sum=old.sum + new.sum)
-    return old + new

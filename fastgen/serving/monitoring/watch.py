@@ -23,24 +23,30 @@ class Watch:
         self.admission = Admission(limits, self.metrics.refused)
         self._admitted: dict[EngineRequest, Admitted] = {}
         self._num_generated: dict[EngineRequest, int] = {}
-        self._has_run = False
+        # Engines that were ready before.
+        self._have_run: set[str] = set()
 
     def submitted(self, request: EngineRequest, admitted: Admitted) -> None:
         """Records that ``request`` was sent to the engine."""
         self._admitted[request] = admitted
 
-    def engine_ready(self, facts: EngineFacts) -> None:
-        self.admission.begin(facts)
-        if self._has_run:
+    def engine_ready(self, facts: EngineFacts, replica: str = "") -> None:
+        self.admission.begin(facts, replica)
+        if replica in self._have_run:
             self.metrics.engine_restarts.inc()
-        self._has_run = True
+        self._have_run.add(replica)
 
-    def engine_counted(self, metrics: Metrics) -> None:
-        self.admission.observe(metrics)
-        self.metrics.observe(metrics)
+    def engine_counted(self, metrics: Metrics, replica: str = "") -> None:
+        self.admission.observe(metrics, replica)
+        self.metrics.observe(metrics, replica)
 
-    def engine_ended(self) -> None:
-        self.metrics.engine_ended()
+    def engine_ended(self, replica: str = "") -> None:
+        self.admission.end(replica)
+        self.metrics.engine_ended(replica)
+
+    def request_routed(self, request: EngineRequest, replica: str) -> None:
+        if (admitted := self._admitted.get(request)) is not None:
+            admitted.routed(replica)
 
     def request_started(self, request: EngineRequest) -> None:
         if (admitted := self._admitted.get(request)) is not None:

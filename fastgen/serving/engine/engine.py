@@ -1,0 +1,86 @@
+"""What a service needs of the engine behind it: an engine's process, or several replicas."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.serving.engine.messages import EngineFacts, Status
+from fastgen.serving.engine.request import EngineRequest
+from fastgen.serving.engine.supervisor import State
+
+_T = TypeVar("_T")
+
+
+class ServedEngine(Protocol):
+    """Answers requests. All methods belong to one event loop."""
+
+    @property
+    def state(self) -> State:
+        """Returns whether requests are accepted, or why not."""
+
+    @property
+    def facts(self) -> EngineFacts | None:
+        """Returns the properties of the engine, once it is loaded."""
+
+    @property
+    def status(self) -> Status:
+        """Returns its load, as it was last reported."""
+
+    @property
+    def num_restarts(self) -> int:
+        """Returns how often it was started again."""
+
+    @property
+    def num_open(self) -> int:
+        """Returns the number of requests whose last message has not been taken."""
+
+    async def start(self) -> EngineFacts:
+        """Waits until the model is loaded. Raises ``FastgenError`` if that fails."""
+
+    async def failed(self) -> str:
+        """Waits until it cannot be restarted, and returns why."""
+
+    def check_ready(self) -> None:
+        """Raises ``UnavailableError`` if requests cannot be accepted now."""
+
+    def submit(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        is_stream: bool,
+        arrived_s: float,
+        session: str | None = None,
+    ) -> EngineRequest:
+        """Sends a request that arrived at ``arrived_s`` of ``time.monotonic``. A refusal by the engine comes with the
+        first news. Requests of one ``session`` are answered by one replica, as far as its load allows.
+        """
+
+    def cancel(self, request: EngineRequest) -> None:
+        """Ends ``request``, whose result is no longer needed."""
+
+    def finish(self, request: EngineRequest) -> None:
+        """Forgets ``request`` after all its news were taken."""
+
+    async def ask(self, what: str, kind: type[_T], *, replica: str | None = None) -> _T:
+        """Returns the answer to ``what``, a key of ``engine.process.ANSWERS``, of one engine. Raises
+        ``GenerationError`` if it cannot answer.
+        """
+
+    async def refusal(self, prompt_ids: list[int], sampling: SamplingParams) -> str | None:
+        """Returns why such a request would be refused, or ``None``. Raises like :meth:`ask`."""
+
+    async def count(self) -> None:
+        """Passes the counters to the watcher, as far as they can be had."""
+
+    def place_of(self, number: int) -> tuple[str, int] | None:
+        """Returns the replica that a request went to and its number there, by the number it had first; ``None`` if it
+        is not remembered.
+        """
+
+    def fail_all(self, failure: Exception) -> None:
+        """Ends all requests with ``failure``."""
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """Ends it, by force after ``timeout_s``. Its requests fail."""

@@ -1,0 +1,94 @@
+"""The cluster of Ray: joined, or started on this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.serving.replicas.placement import Machine
+from fastgen.version import install_command
+
+# How long the head of a cluster may take to accept a connection.
+_CONNECT_S = 5.0
+# Ray's store of objects holds nothing but calls with long prompts.
+_STORE_BYTES = 128 << 20
+
+
+def need_ray() -> None:
+    """Raises ``FastgenError`` where the extra ``ray`` is not installed."""
+    if find_spec("ray") is None or find_spec("ray.serve") is None:
+        raise FastgenError(f"replicas need the package ray: {install_command('ray')}")
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[None]:
+    """Joins the cluster at ``address``, ``"auto"`` for the one that runs on this machine, or starts one of this machine
+    alone, which ends with the block. Raises ``FastgenError`` with the reason where that is not possible.
+    """
+    need_ray()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    if address not in (None, "auto"):
+        _check_answers(str(address))
+    try:
+        ray.init(
+            address="local" if address is None else address,
+            namespace="serve",
+            include_dashboard=False if address is None else None,
+            object_store_memory=_STORE_BYTES if address is None else None,
+            logging_level=logging.WARNING,
+            configure_logging=True,
+        )
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        what = "a cluster cannot be started on this machine" if address is None else f"address={address!r}"
+        raise FastgenError(f"{what}: {_one_line(error)}") from error
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def machines() -> list[Machine]:
+    """Returns the machines of the cluster that this process is connected to."""
+    import ray
+
+    found = []
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
+        resources = node["Resources"]
+        if node["Alive"]:
+            found.append(
+                Machine(
+                    node["NodeManagerHostname"],
+                    int(resources.get("CPU", 0)),
+                    int(resources.get("GPU", 0)),
+                    int(resources.get("memory", 0)),
+                )
+            )
+    return found
+
+
+def _check_answers(address: str) -> None:
+    """Raises ``InvalidArgumentError`` if nobody accepts connections at ``address``."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address.startswith("ray://") or not host or not port.isdecimal():
+        raise InvalidArgumentError(
+            f"address={address!r}: expected auto, or HOST:PORT of the cluster's head, such as 10.0.0.1:6379"
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise InvalidArgumentError(
+            f"address={address!r}: no cluster answers there ({error}); start one with `ray start --head`, and name the "
+            "address that it prints"
+        ) from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

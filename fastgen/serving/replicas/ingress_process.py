@@ -1,0 +1,68 @@
+"""The process of the HTTP server in front of replicas: ``python -m fastgen.serving.replicas.ingress_process PIPE
+PARENT``.
+
+It reads its arguments as JSON on standard input, and reports through the pipe that it is ready, or why it cannot be.
+After that a byte in the pipe is a sign of life. It ends when the process ``PARENT`` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import ray
+from ray import serve
+
+from fastgen.errors import FastgenError
+from fastgen.serving.arguments import sort_arguments
+from fastgen.serving.clients.deployments import Deployment
+from fastgen.serving.engine.request import EngineWatcher
+from fastgen.serving.process_end import end_with
+from fastgen.serving.replicas.replica_set import ReplicaSet
+from fastgen.serving.run import run
+
+
+def main() -> None:
+    """Connects to the cluster and serves."""
+    pipe, parent = int(sys.argv[1]), int(sys.argv[2])
+    end_with(parent)
+    os.set_inheritable(pipe, False)
+    request = json.load(sys.stdin)
+
+    is_ready = False
+
+    def report(outcome: Mapping[str, Any]) -> None:
+        os.write(pipe, json.dumps(outcome).encode() + b"\n")
+
+    def beat() -> None:
+        if is_ready:
+            with contextlib.suppress(OSError):  # the parent is gone, and this process ends
+                os.write(pipe, b".")
+
+    try:
+        load_arguments, options = sort_arguments(request["given"])
+        ray.init(address=request["cluster"], namespace="serve", logging_level=logging.WARNING, log_to_driver=False)
+
+        def replicas(watcher: EngineWatcher) -> ReplicaSet:
+            handle = serve.get_deployment_handle(request["deployment"], request["app"])
+            return ReplicaSet(handle, watcher, host=request["host"], router=options.router, on_beat=beat)
+
+        def ready(deployment: Deployment) -> None:
+            nonlocal is_ready
+            report({"deployment": asdict(deployment)})
+            is_ready = True
+
+        run(load_arguments, options, on_ready=ready, make_engine=replicas)
+    except FastgenError as error:
+        report({"error": str(error)})
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What a server and the router of Ray Serve in its process tell one another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from fastgen.runtime.routing import RoutedRequest, Router
+
+
+class Switchboard:
+    """Holds the requests on their way to a replica, and chooses the replica. Any thread may call it.
+
+    ``on_replicas`` is called with the ids of all replicas when they change, and ``on_routed`` with the number of a
+    request and the replica that it goes to, both in a thread of Ray.
+    """
+
+    # Of the server in this process, if there is one.
+    current: Switchboard | None = None
+
+    def __init__(self, on_replicas: Callable[[list[str]], None], on_routed: Callable[[int, str], None]):
+        self.on_replicas, self._on_routed = on_replicas, on_routed
+        # ``None`` until a replica is attached, whose block size it needs.
+        self.router: Router | None = None
+        # Replicas whose tokens are received.
+        self.attached: frozenset[str] = frozenset()
+        # Replicas that were not heard for some time. They get requests only where there are no others.
+        self.silent: frozenset[str] = frozenset()
+        self._requests: dict[int, RoutedRequest] = {}
+        # Where each of them counts.
+        self._places: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def add(self, number: int, request: RoutedRequest) -> None:
+        """Makes a request known that is about to be sent."""
+        with self._lock:
+            self._requests[number] = request
+
+    def remove(self, number: int) -> None:
+        """Forgets a request, which no longer counts at any replica."""
+        with self._lock:
+            self._count(number, None)
+            self._requests.pop(number, None)
+
+    def rank(self, number: int, replicas: Sequence[str]) -> list[str]:
+        """Returns those of ``replicas`` that request ``number`` can go to, the best one first. It counts there from now
+        on, so that requests which come together do not all go to the same one.
+        """
+        with self._lock:
+            request = self._requests.get(number)
+            if request is None or self.router is None:
+                return []
+            self._count(number, None)
+            ranked = self.router.rank(request, [replica for replica in replicas if replica in self.attached])
+            ranked.sort(key=self.silent.__contains__)
+            if ranked:
+                self._count(number, ranked[0])
+            return ranked
+
+    def routed(self, number: int, replica: str) -> None:
+        """Records that request ``number`` went to ``replica``."""
+        with self._lock:
+            if number not in self._requests:
+                return
+            self._count(number, replica)
+        self._on_routed(number, replica)
+
+    def _count(self, number: int, replica: str | None) -> None:
+        before, router = self._places.get(number), self.router
+        if before == replica or router is None:
+            return
+        request = self._requests[number]
+        if before is not None:
+            del self._places[number]
+            router.ended(request, before)
+        if replica is not None:
+            self._places[number] = replica
+            router.sent(request, replica)
