@@ -104,7 +104,10 @@ def _no_room(needs: Needs, num_replicas: int, room: int, machines: Sequence[Mach
         if num_replicas > 1
         else "a replica cannot be placed: it needs"
     )
-    return f"{what} {needs.text} of one machine, and there is room for {room} ({listed or 'the cluster has no machine'}); {ways}"
+    return (
+        f"{what} {needs.text} of one machine, and there is room for {room} "
+        f"({listed or 'the cluster has no machine'}); {ways}"
+    )
 
 
 def _gib(num_bytes: int) -> str:
