@@ -18,6 +18,8 @@ from fastgen.serving.replicas.placement import needs_of
 from fastgen.serving.replicas.replica import EngineReplica
 from fastgen.serving.replicas.router import ReplicaRouter
 
+# Ray Serve logs warnings only; the server has a log of its own.
+_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 # The names of the two deployments.
 REPLICAS, INGRESS = "Replicas", "Ingress"
 # Requests that Ray Serve lets a replica have at once. The server limits them by ``max_queued_requests``.
@@ -47,6 +49,7 @@ def application(given: Mapping[str, Any], api_key: str | None = None) -> Applica
         raise InvalidArgumentError("port=0: with replicas the port must be given, so that a new ingress takes the same")
     replicas = serve.deployment(
         name=REPLICAS,
+        logging_config=_LOGGING,
         num_replicas=num_replicas,
         max_ongoing_requests=_MAX_ONGOING,
         ray_actor_options={"num_cpus": needs.num_cpus, "num_gpus": needs.num_gpus, "memory": needs.memory_bytes or 0},
@@ -61,6 +64,7 @@ def application(given: Mapping[str, Any], api_key: str | None = None) -> Applica
     )(EngineReplica).bind(needs.load_arguments, timeout_s=options.engine_timeout_s)
     ingress: Application = serve.deployment(
         name=INGRESS,
+        logging_config=_LOGGING,
         num_replicas=1,
         ray_actor_options={"num_cpus": 0, "resources": {_HEAD: 0.001}},
         health_check_period_s=_HEALTH_PERIOD_S,
