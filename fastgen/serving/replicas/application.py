@@ -45,8 +45,9 @@ def application(given: Mapping[str, Any], api_key: str | None = None) -> Applica
     load_arguments, options = sort_arguments(given)
     num_replicas = options.replicas or 1
     needs = needs_of(load_arguments, num_replicas, machines())
-    if options.port == 0:
-        raise InvalidArgumentError("port=0: with replicas the port must be given, so that a new ingress takes the same")
+    for name, port in (("port", options.port), ("grpc_port", options.grpc_port)):
+        if port == 0:
+            raise InvalidArgumentError(f"{name}=0: replicas need a certain port, which a new ingress takes again")
     replicas = serve.deployment(
         name=REPLICAS,
         logging_config=_LOGGING,
