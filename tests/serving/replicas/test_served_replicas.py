@@ -37,7 +37,8 @@ def until_ready(server: ServerProcess, num_replicas: int) -> None:
     deadline_s = time.monotonic() + WAIT_S
     while time.monotonic() < deadline_s:
         try:
-            text = httpx2.get(f"{server.address}/metrics", timeout=WAIT_S).text
+            is_ready = httpx2.get(f"{server.address}/ready", timeout=WAIT_S).status_code == 200
+            text = httpx2.get(f"{server.address}/metrics", timeout=WAIT_S).text if is_ready else ""
         except httpx2.TransportError:  # a new ingress is on its way
             text = ""
         if text.count("fastgen_replica_kv_blocks{") == num_replicas:
