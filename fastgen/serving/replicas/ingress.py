@@ -91,8 +91,8 @@ class Ingress:
         await asyncio.shield(self._ended)
 
     async def _watch(self) -> None:
-        """Deletes the application after a client has ended the server. If the server's process has failed, ends this actor
-        too, which Ray Serve notices at once.
+        """Deletes the application after a client has ended the server. Ends this actor after the server's process has
+        failed, which Ray Serve notices at once.
         """
         if (status := await asyncio.shield(self._ended)) == 0:
             await asyncio.to_thread(serve.delete, self._app, _blocking=False)

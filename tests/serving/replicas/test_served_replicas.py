@@ -112,6 +112,7 @@ def test_a_killed_replica_loses_no_request_that_had_not_begun_and_returns(
     assert killed not in started_by(replicas.process.pid, REPLICA)
 
 
+@pytest.mark.slow
 def test_a_stream_that_had_begun_ends_with_an_error_event(replicas: ServerProcess) -> None:
     until_ready(replicas, 2)
     with httpx2.stream(
