@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 # The name of the application in Ray Serve.
 APP = "fastgen"
-_POLL_S = 0.25
+# How often the application is looked at while it starts, and while it runs: a look costs Ray Serve some milliseconds.
+_START_POLL_S, _POLL_S = 0.25, 2.0
 
 
 def run_replicas(given: Mapping[str, Any], *, on_ready: Callable[[Deployment], None] | None = None) -> None:
@@ -70,7 +71,7 @@ def _until_running(cluster: Cluster, endings: _Endings) -> bool:
     """Waits until the application runs; returns whether it does, and not a signal has come. Raises ``FastgenError`` if
     it cannot run.
     """
-    while not endings.first.wait(_POLL_S):
+    while not endings.first.wait(_START_POLL_S):
         application = _application(cluster)
         if application is None:
             raise FastgenError("the application was deleted before it ran")
@@ -95,7 +96,7 @@ def _end(ingress: DeploymentHandle[Any], cluster: Cluster, endings: _Endings) ->
     ending = ingress.end.remote()
     while not endings.second.is_set() and cluster.is_alive:
         with contextlib.suppress(TimeoutError):
-            ending.result(timeout_s=_POLL_S)
+            ending.result(timeout_s=_START_POLL_S)
             return
 
 
