@@ -7,12 +7,14 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.serving.replicas.placement import Machine
 from fastgen.version import install_command
 
+# The release of Ray whose interface for routers is known. Ray calls it alpha, so another release may have another.
+_RAY = "2.60"
 # How long the head of a cluster may take to accept a connection.
 _CONNECT_S = 5.0
 # Ray's store of objects holds nothing but calls with long prompts.
@@ -20,9 +22,14 @@ _STORE_BYTES = 128 << 20
 
 
 def need_ray() -> None:
-    """Raises ``FastgenError`` where the extra ``ray`` is not installed."""
-    if find_spec("ray") is None or find_spec("ray.serve") is None:
-        raise FastgenError(f"replicas need the package ray: {install_command('ray')}")
+    """Raises ``FastgenError`` where the extra ``ray`` is not installed, or another release of Ray is."""
+    try:
+        found = version("ray")
+        import ray.serve  # noqa: F401  # fails where Ray was installed without what Ray Serve needs
+    except (PackageNotFoundError, ImportError):
+        raise FastgenError(f"replicas need the package ray with Ray Serve: {install_command('ray')}") from None
+    if not found.startswith(f"{_RAY}."):
+        raise FastgenError(f"replicas need Ray {_RAY}, and Ray {found} is installed: {install_command('ray')}")
 
 
 @contextmanager
