@@ -15,13 +15,12 @@ from fastgen.serving.arguments import sort_arguments
 from fastgen.serving.clients.deployments import Deployment
 from fastgen.serving.output import STDOUT, write_text
 from fastgen.serving.replicas.cluster import connected
+from fastgen.serving.replicas.settings import APP, INGRESS
 from fastgen.serving.run import announcement
 
 if TYPE_CHECKING:
     from ray.serve.schema import ApplicationStatusOverview
 
-# The name of the application in Ray Serve.
-APP = "fastgen"
 _POLL_S = 0.25
 
 
@@ -37,7 +36,7 @@ def run_replicas(given: Mapping[str, Any], *, on_ready: Callable[[Deployment], N
     with connected(options.address):
         from ray import serve
 
-        from fastgen.serving.replicas.application import INGRESS, application
+        from fastgen.serving.replicas.application import application
 
         endings = _Endings()
         app = application(given, os.environ.get(API_KEY_VARIABLE))
