@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.refusals import BadRequestError
 
+# The header, by HTTP, or the metadata, by gRPC, in which requests that belong together name their session; and how many
+# characters of it count.
+SESSION_HEADER, MAX_SESSION_LENGTH = "x-session-id", 512
 # Requests that one call may check without running them.
 MAX_CHECKED = 64
 # Completions of one prompt: OpenAI's limit.

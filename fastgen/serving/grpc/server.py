@@ -31,7 +31,7 @@ from fastgen.serving.refusals import (
     UnavailableError,
     UnknownModelError,
 )
-from fastgen.serving.request_limits import MAX_CHECKED
+from fastgen.serving.request_limits import MAX_CHECKED, MAX_SESSION_LENGTH, SESSION_HEADER
 from fastgen.serving.service import Running, Service
 
 # Any other error is ``INTERNAL``.
@@ -137,7 +137,10 @@ class GenerationServicer:
     ) -> Running:
         arrived_s = time.monotonic()
         prompt_ids, sampling = await self._read(request, encode)
-        return await self._service.submit(prompt_ids, sampling, is_stream=is_stream, arrived_s=arrived_s)
+        session = (_metadata(context, SESSION_HEADER) or "")[:MAX_SESSION_LENGTH] or None
+        return await self._service.submit(
+            prompt_ids, sampling, is_stream=is_stream, arrived_s=arrived_s, session=session
+        )
 
     async def _read(self, request: Any, encode: Callable[[Any], list[int]]) -> tuple[list[int], SamplingParams]:
         messages.refuse_unknown_fields(request)
@@ -315,5 +318,10 @@ async def _abort(context: ServicerContext, error: FastgenError) -> NoReturn:
 
 def _bearer(context: ServicerContext) -> str | None:
     """Returns the key in the call's metadata ``authorization: Bearer …``."""
-    given = dict(context.invocation_metadata() or ()).get("authorization")
-    return bearer(given) if isinstance(given, str) else None
+    return bearer(_metadata(context, "authorization"))
+
+
+def _metadata(context: ServicerContext, name: str) -> str | None:
+    """Returns what the call's metadata says under ``name``, if that is text."""
+    given = dict(context.invocation_metadata() or ()).get(name)
+    return given if isinstance(given, str) else None

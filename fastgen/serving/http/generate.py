@@ -29,6 +29,7 @@ from fastgen.serving.http.openai.run import (
     in_pieces,
     json_response,
     request_id_of,
+    session_of,
 )
 from fastgen.serving.http.openai.validation import FewErrors, at_most
 from fastgen.serving.http.streaming import unless_gone
@@ -143,6 +144,7 @@ def generate_routes(service: Service) -> APIRouter:
                 is_stream=body.stream,
                 arrived_s=arrival_of(request),
                 request_id=request_id_of(request),
+                session=session_of(request),
             )
         if body.stream:
             return await event_stream(request, running, _events(running))

@@ -27,6 +27,8 @@ from fastgen.serving.replicas.settings import (
     with_absolute_paths,
 )
 
+# Ray Serve logs warnings only; the server has a log of its own.
+_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 # Starts of a replica or an ingress that fail before Ray Serve gives up the deployment.
 _MAX_STARTS = 3
 # How often machines are looked for that have yet to join the cluster.
@@ -50,6 +52,7 @@ def application(given: Mapping[str, Any], api_key: str | None = None) -> Applica
     settings = settings_of(options)
     replicas = serve.deployment(
         name=REPLICAS,
+        logging_config=_LOGGING,
         ray_actor_options={"num_cpus": needs.num_cpus, "num_gpus": needs.num_gpus, "memory": needs.memory_bytes or 0},
         placement_group_bundles=[needs.bundle],
         placement_group_strategy="STRICT_PACK",
@@ -59,6 +62,7 @@ def application(given: Mapping[str, Any], api_key: str | None = None) -> Applica
     )(EngineReplica).bind(needs.load_arguments, timeout_s=options.engine_timeout_s)
     ingress: Application = serve.deployment(
         name=INGRESS,
+        logging_config=_LOGGING,
         ray_actor_options={"num_cpus": 0, "resources": {_HEAD: 0.001}},
         max_constructor_retry_count=_MAX_STARTS,
         **settings[INGRESS],

@@ -40,7 +40,7 @@ def run_replicas(given: Mapping[str, Any], *, on_ready: Callable[[Deployment], N
 
         endings = _Endings()
         app = application(given, os.environ.get(API_KEY_VARIABLE))
-        serve.start(proxy_location="Disabled")
+        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         if APP in serve.status().applications:
             raise FastgenError(
                 f"this cluster serves an application named {APP} already; end it first, with `serve delete {APP}`"

@@ -32,8 +32,8 @@ class Attached:
     facts: EngineFacts
     # The host name of the replica's machine.
     host: str
-    # Whether the replica did not know the server until now, so that it has no requests of it.
-    is_new: bool
+    # Of fastgen on that machine.
+    version: str
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from fastgen.serving.monitoring.log import set_up_logging_of_engine
 from fastgen.serving.refusals import UnavailableError
 from fastgen.serving.replicas.inbox import Outbox
 from fastgen.serving.replicas.messages import Answered, Attached, Beat, InboxAddress
+from fastgen.version import __version__
 
 # How often a replica reports its state.
 BEAT_S = 0.5
@@ -76,14 +77,13 @@ class EngineReplica:
 
     async def attach(self, target: str, address: InboxAddress) -> Attached:
         """Sends from now on to the server at ``address``."""
-        is_new = address.server not in self._outboxes
-        if is_new:
+        if address.server not in self._outboxes:
             self._outboxes[address.server] = Outbox(
                 self._context, address, self.id, lambda: self._detach(address.server)
             )
         assert self._engine.facts is not None
         self._beat()
-        return Attached(self._engine.facts, socket.gethostname(), is_new)
+        return Attached(self._engine.facts, socket.gethostname(), __version__)
 
     async def run(self, number: int, server: str, encoded: bytes, num_sequences: int) -> Answered:
         """Runs the request in ``encoded``, a ``Submit`` of a server, until it has ended or is cancelled."""

@@ -1,7 +1,7 @@
 """The server's side of its replicas: the requests in them, and what comes back.
 
-A request whose replica ends before anything of its answer was passed on is sent to another one. A replica that falls
-silent gets no more requests as long as there are others; Ray Serve replaces it.
+A request whose replica ends before anything of its answer was passed on is sent to another one; what is late from the
+first is told apart by its number. A request of which something was passed on fails.
 """
 
 from __future__ import annotations
@@ -9,63 +9,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import secrets
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, TypeVar
 
 import msgspec
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from fastgen.errors import GenerationError
+from fastgen.errors import FastgenError, GenerationError
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.runtime.routing import RoutedRequest, block_hashes, make_router
+from fastgen.runtime.routing import RoutedRequest, block_hashes
 from fastgen.serving.engine.messages import EngineFacts, Report, Status, Submit, encoder, pack_sampling
 from fastgen.serving.engine.open_requests import OpenRequests
 from fastgen.serving.engine.request import EngineRequest, EngineWatcher
 from fastgen.serving.engine.supervisor import State
 from fastgen.serving.refusals import EngineDiedError, UnavailableError
 from fastgen.serving.replicas.inbox import Inbox
-from fastgen.serving.replicas.messages import Answered, Attached, Beat, FromReplica
+from fastgen.serving.replicas.messages import Answered, FromReplica
+from fastgen.serving.replicas.roster import RAY_ERRORS, Replica, Roster, awaited
 from fastgen.serving.replicas.switchboard import Switchboard
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
-# How often silence is looked for.
-_BEAT_S = 0.5
-# A replica that was not heard for this long gets no requests where there are others.
-SILENT_S = 3.0
-# How long a replica may take to answer a call that needs no engine.
-_ATTACH_S = 10.0
-# How long the last tokens of an answer may take after Ray has reported its end.
-_LAST_NEWS_S = 10.0
-# How often a request is sent to another replica after its replica or its engine has ended. One that ends every engine
-# it comes to must not end them all again and again.
+# How often a request is sent to replicas, where they or their engines end. One that ends every engine it comes to must
+# not end them all again and again.
 MAX_TRIES = 6
 # The pause before the second of them; doubled each time.
 _FIRST_DELAY_S = 0.02
+# How long the last tokens of an answer may take after Ray has reported its end.
+_LAST_NEWS_S = 10.0
 # Requests whose replica is remembered: as many as recordings have.
 _MAX_PLACES = 10_000
-
-
-@dataclass
-class Replica:
-    """A replica as the server knows it."""
-
-    id: str
-    host: str
-    facts: EngineFacts
-    heard_s: float
-    is_ready: bool = True
-    status: Status = field(default_factory=lambda: Status(0, 0, 0))
-    num_restarts: int = 0
+# How often a question looks whether its replica is still there.
+_POLL_S = 0.5
 
 
 class ReplicaSet:
@@ -92,20 +71,21 @@ class ReplicaSet:
         self._numbers = count(secrets.randbits(38) << 24)
         self._requests = OpenRequests(watcher)
         self._sending: dict[EngineRequest, asyncio.Task[None]] = {}
+        # By the number of a request in a replica: ends the wait for it where the replica is silent for too long.
+        self._losing: dict[int, asyncio.Future[Answered]] = {}
         # The replica of the last requests, by their numbers.
         self._places: dict[int, str] = {}
         # The last number of those that were sent again, by their first.
         self._renumbered: dict[int, int] = {}
-        self.replicas: dict[str, Replica] = {}
-        self._attaching: dict[str, asyncio.Task[None]] = {}
-        self._ids: list[str] = []
-        self._facts: asyncio.Future[EngineFacts] | None = None
-        self.num_lost = 0
         self._inbox: Inbox | None = None
         self._board: Switchboard | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._roster: Roster | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
-    # --- what a service asks of its engine
+    @property
+    def replicas(self) -> Mapping[str, Replica]:
+        """Returns the attached replicas, by their ids."""
+        return {} if self._roster is None else self._roster.replicas
 
     @property
     def state(self) -> State:
@@ -118,7 +98,7 @@ class ReplicaSet:
     @property
     def facts(self) -> EngineFacts | None:
         """Returns the properties of an engine, once one is attached. All engines have the same."""
-        return self._facts.result() if self._facts is not None and self._facts.done() else None
+        return self._roster.facts.result() if self._roster is not None and self._roster.facts.done() else None
 
     @property
     def status(self) -> Status:
@@ -128,8 +108,9 @@ class ReplicaSet:
 
     @property
     def num_restarts(self) -> int:
-        """Returns how many replicas were lost, and how often the engines of the present ones were restarted."""
-        return self.num_lost + sum(replica.num_restarts for replica in self.replicas.values())
+        """Returns how many replicas are gone, and how often the engines of the present ones were restarted."""
+        num_gone = 0 if self._roster is None else self._roster.num_gone
+        return num_gone + sum(replica.num_restarts for replica in self.replicas.values())
 
     @property
     def num_open(self) -> int:
@@ -137,26 +118,27 @@ class ReplicaSet:
         return len(self._requests)
 
     async def start(self) -> EngineFacts:
-        """Waits until a replica is ready."""
+        """Waits until a replica is ready. Raises ``FastgenError`` if none can be used."""
         loop = asyncio.get_running_loop()
-        self._facts = loop.create_future()
         self._inbox = Inbox(secrets.token_hex(8), self._host, self._take)
         self._board = Switchboard.current = Switchboard(
             lambda ids: _call(loop, self._replicas_changed, ids),
             lambda number, replica: _call(loop, self._routed, number, replica),
         )
-        self._watching = asyncio.create_task(self._watch())
-        # The first call has Ray Serve make the router, which then passes on what replicas there are.
-        knocking = asyncio.create_task(self._knock())
-        try:
-            return await asyncio.shield(self._facts)
-        finally:
-            knocking.cancel()
+        self._roster = roster = Roster(
+            self._handle, self._inbox.address, self._board, self._watcher, router=self._router, on_lost=self._lost
+        )
+        self._tasks = [asyncio.create_task(roster.watch(self._on_beat)), asyncio.create_task(roster.knock())]
+        outcomes: set[asyncio.Future[Any]] = {roster.facts, roster.failure}
+        await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED)
+        if roster.failure.done():
+            raise FastgenError(roster.failure.result())
+        return roster.facts.result()
 
     async def failed(self) -> str:
-        """Waits for ever: Ray Serve replaces replicas as long as the application is deployed."""
-        await asyncio.get_running_loop().create_future()
-        raise AssertionError
+        """Waits until replicas can never be used, and returns why. Those that end are replaced by Ray Serve."""
+        assert self._roster is not None
+        return await asyncio.shield(self._roster.failure)
 
     def check_ready(self) -> None:
         """Raises ``UnavailableError`` if requests cannot be accepted now."""
@@ -181,16 +163,15 @@ class ReplicaSet:
         self.check_ready()
         assert self.facts is not None
         request = EngineRequest(next(self._numbers), len(prompt_ids), sampling, arrived_s)
-        num_sequences = max(sampling.n, sampling.beam_width)
         routed = RoutedRequest(
             len(prompt_ids),
-            sampling.max_new_tokens * num_sequences,
+            sampling.max_new_tokens * max(sampling.n, sampling.beam_width),
             block_hashes(prompt_ids, self.facts.block_size),
             session,
         )
-        encoded = encoder.encode(Submit(request.number, prompt_ids, pack_sampling(sampling), is_stream))
+        message = Submit(request.number, prompt_ids, pack_sampling(sampling), is_stream)
         self._requests.add(request)
-        self._sending[request] = asyncio.create_task(self._send(request, routed, encoded))
+        self._sending[request] = asyncio.create_task(self._send(request, routed, message))
         return request
 
     def cancel(self, request: EngineRequest) -> None:
@@ -205,7 +186,7 @@ class ReplicaSet:
 
     async def ask(self, what: str, kind: type[_T], *, replica: str | None = None) -> _T:
         """Returns the answer to ``what`` of the engine of ``replica``, by default the first that is ready. Raises
-        ``UnavailableError`` if there is none, and ``GenerationError`` if it cannot answer.
+        ``RefusedError`` if there is none, and ``GenerationError`` if it cannot answer.
         """
         return msgspec.msgpack.decode(await self._call(replica, "ask", what), type=kind)
 
@@ -243,12 +224,13 @@ class ReplicaSet:
         """Ends all requests, and receives nothing more. The replicas remain."""
         self._is_stopped = True
         self.fail_all(UnavailableError("the server is ending"))
-        tasks = [*self._sending.values(), *self._attaching.values()]
-        tasks += [] if self._watching is None else [self._watching]
+        tasks = [*self._sending.values(), *self._tasks]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
+        if self._roster is not None:
+            await self._roster.stop()
         if self._board is not None and Switchboard.current is self._board:
             Switchboard.current = None
         if self._inbox is not None:
@@ -256,63 +238,68 @@ class ReplicaSet:
 
     # --- requests
 
-    async def _send(self, request: EngineRequest, routed: RoutedRequest, encoded: bytes) -> None:
+    async def _send(self, request: EngineRequest, routed: RoutedRequest, message: Submit) -> None:
         """Sends ``request`` to replicas until one has answered it."""
-        assert self._board is not None
-        first = number = request.number
+        first = request.number
         try:
             for attempt in range(1, MAX_TRIES + 1):
-                self._board.add(number, routed)
-                try:
-                    answered = await self._run(number, encoded, request.sampling.n)
-                finally:
-                    self._board.remove(number)
+                answered = await self._run(message, routed, request.sampling.n)
                 if answered.error is None:
                     await self._await_last_news(request)
                     return
-                if request.was_read or attempt == MAX_TRIES or not answered.has_died:
-                    request.fail(EngineDiedError(answered.error))
-                    self._requests.drop(request)
-                    return
+                if request.was_read or attempt == MAX_TRIES:
+                    break
                 _log.warning("a request is sent to another replica: %s", answered.error)
                 await asyncio.sleep(_FIRST_DELAY_S * 2**attempt)
-                number = next(self._numbers)
-                self._renumbered[first] = number
-                self._requests.renumber(request, number)
+                if request.was_read:
+                    break
+                message.number = self._renumbered[first] = next(self._numbers)
+                self._requests.renumber(request, message.number)
+            self._fail(request, EngineDiedError(f"{answered.error}; send it again"))
         finally:
             self._sending.pop(request, None)
 
-    async def _run(self, number: int, encoded: bytes, num_sequences: int) -> Answered:
-        """Runs a request at the replica that the router chooses, until it has ended there."""
+    async def _run(self, message: Submit, routed: RoutedRequest, num_sequences: int) -> Answered:
+        """Runs a request at the replica that the router chooses, until it has ended there, or is lost."""
         assert self._inbox is not None
-        response: Any = self._handle.run.remote(number, self._inbox.address.server, encoded, num_sequences)
+        assert self._board is not None
+        number = message.number
+        self._board.add(number, routed)
+        response: Any = self._handle.run.remote(
+            number, self._inbox.address.server, encoder.encode(message), num_sequences
+        )
+        answer: asyncio.Future[Answered] = asyncio.ensure_future(awaited(response))
+        lost: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
+        self._losing[number] = lost
         try:
-            found: Answered = await response
-            return found
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
-        except (RayError, RayServeException) as error:
-            place = self._places.get(number)
-            return Answered(
-                error=f"{_replica_text(place)} ended while this request was in it ({type(error).__name__}); send it "
-                "again",
-                has_died=True,
-            )
+            done, _ = await asyncio.wait({answer, lost}, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        except RAY_ERRORS as error:
+            return Answered(error=f"{self._place_text(number)} ended while this request was in it: {_kind(error)}")
+        finally:
+            del self._losing[number]
+            self._board.remove(number)
+            if not answer.done():
+                response.cancel()
+                answer.cancel()
 
     async def _await_last_news(self, request: EngineRequest) -> None:
         """Waits for what is still on its way of an answer that has ended, and fails ``request`` if that does not
         come.
         """
-        for delay_s in (0.0, 0.01, 0.1, 1.0, _LAST_NEWS_S):
+        for delay_s in (0.01, 0.1, 1.0, _LAST_NEWS_S):
             if not request.num_open or request not in self._requests:
                 return
             await asyncio.sleep(delay_s)
-        if request.num_open and request in self._requests:
-            request.fail(EngineDiedError("the end of this answer was lost between the replica and the server"))
+        self._fail(request, EngineDiedError("the end of this answer was lost between the replica and the server"))
+
+    def _fail(self, request: EngineRequest, failure: Exception) -> None:
+        if request in self._requests:
+            request.fail(failure)
             self._requests.drop(request)
 
     def _routed(self, number: int, replica: str) -> None:
+        """Notes the replica that a request went to."""
         self._places[number] = replica
         for remembered in (self._places, self._renumbered):
             while len(remembered) > _MAX_PLACES:
@@ -320,130 +307,54 @@ class ReplicaSet:
         if (request := self._requests.numbered(number)) is not None:
             self._watcher.request_routed(request, replica)
 
+    def _lost(self, replica: str) -> None:
+        """Ends the wait for all requests in a replica that is silent for too long."""
+        for number, lost in self._losing.items():
+            if self._places.get(number) == replica and not lost.done():
+                lost.set_result(Answered(error=f"{self._place_text(number)} has fallen silent with this request in it"))
+
+    def _place_text(self, number: int) -> str:
+        replica = self._places.get(number)
+        return "the replica" if replica is None else f"replica {replica}"
+
     # --- replicas
 
-    async def _call(self, replica: str | None, method: str, *arguments: Any, timeout_s: float = math.inf) -> bytes:
+    def _replicas_changed(self, ids: list[str]) -> None:
+        if not self._is_stopped:
+            assert self._roster is not None
+            self._roster.changed(ids)
+
+    def _take(self, replica: str, message: FromReplica) -> None:
+        """Takes a message of a replica."""
+        assert self._roster is not None
+        self._roster.heard(replica)
+        if isinstance(message, Report):
+            self._requests.take(message)
+        else:
+            self._roster.take(replica, message)
+
+    async def _call(self, replica: str | None, method: str, *arguments: Any) -> bytes:
         """Calls ``method`` of a replica, by default the first that is ready, and returns its answer."""
         target = replica or next((one.id for one in self.replicas.values() if one.is_ready), None)
-        if target is None:
-            raise UnavailableError("no replica is ready; try again in a moment")
+        if target is None or target not in self.replicas:
+            raise UnavailableError("this replica is not there now; try again in a moment")
         response = getattr(self._handle, method).remote(target, *arguments)
-        gone = asyncio.ensure_future(self._until_gone(target))
-        answer = asyncio.ensure_future(_awaited(response))
+        answer = asyncio.ensure_future(awaited(response))
         try:
-            await asyncio.wait({gone, answer}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise EngineDiedError(f"{_replica_text(target)} ended before it had answered")
+            while not answer.done():
+                await asyncio.wait({answer}, timeout=_POLL_S)
+                if not answer.done() and target not in self.replicas:
+                    raise EngineDiedError(f"replica {target} ended before it had answered")
             answered: Answered = answer.result()
-        except (RayError, RayServeException) as error:
-            raise EngineDiedError(f"{_replica_text(target)} cannot be asked: {error}") from error
+        except RAY_ERRORS as error:
+            raise EngineDiedError(f"replica {target} ended before it had answered: {_kind(error)}") from error
         finally:
-            gone.cancel()
             if not answer.done():
                 response.cancel()
                 answer.cancel()
         if answered.error is not None:
             raise EngineDiedError(answered.error) if answered.has_died else GenerationError(answered.error)
         return answered.body
-
-    async def _until_gone(self, replica: str) -> None:
-        while replica in self.replicas:
-            await asyncio.sleep(_BEAT_S)
-
-    async def _knock(self) -> None:
-        """Calls all replicas until one is attached. Ray Serve then makes the router, which knows later ones."""
-        while True:
-            with contextlib.suppress(RayError, RayServeException):
-                await self._handle.broadcast("check_health").results_async()
-            await asyncio.sleep(_BEAT_S)
-
-    def _replicas_changed(self, ids: list[str]) -> None:
-        """Attaches new replicas, and forgets those that are gone."""
-        if self._is_stopped:
-            return
-        self._ids = ids
-        for replica in set(self.replicas) - set(ids):
-            self._forget(replica)
-        for replica in ids:
-            if replica not in self.replicas and replica not in self._attaching:
-                self._attaching[replica] = asyncio.create_task(self._attach(replica))
-
-    def _forget(self, replica: str) -> None:
-        assert self._board is not None
-        self.num_lost += 1
-        del self.replicas[replica]
-        self._board.attached = frozenset(self.replicas)
-        if self._board.router is not None:
-            self._board.router.forget(replica)
-        self._watcher.engine_ended(replica)
-        _log.info("replica %s is gone; %d are left", replica, len(self.replicas))
-
-    async def _attach(self, replica: str) -> None:
-        """Has ``replica`` send its tokens here, and uses it from then on."""
-        assert self._inbox is not None
-        assert self._board is not None
-        assert self._facts is not None
-        try:
-            while replica in self._ids:
-                try:
-                    async with asyncio.timeout(_ATTACH_S):
-                        attached: Attached = await _awaited(self._handle.attach.remote(replica, self._inbox.address))
-                    break
-                except (RayError, RayServeException, TimeoutError) as error:
-                    _log.warning("replica %s cannot be reached: %s", replica, error)
-                    await asyncio.sleep(_BEAT_S)
-            else:
-                return
-        finally:
-            del self._attaching[replica]
-        if replica not in self._ids:
-            return
-        facts = attached.facts
-        if self._board.router is None:
-            self._board.router = make_router(self._router, block_size=facts.block_size, num_blocks=facts.num_blocks)
-        self.replicas[replica] = Replica(replica, attached.host, facts, time.monotonic())
-        self._watcher.engine_ready(facts, replica)
-        self._board.attached = frozenset(self.replicas)
-        if not self._facts.done():
-            self._facts.set_result(facts)
-        _log.info("replica %s on %s is ready; %d are", replica, attached.host, len(self.replicas))
-
-    def _take(self, replica_id: str, message: FromReplica) -> None:
-        """Takes a message of a replica."""
-        replica = self.replicas.get(replica_id)
-        if replica is not None:
-            replica.heard_s = time.monotonic()
-        if isinstance(message, Report):
-            self._requests.take(message)
-        elif replica is not None:
-            self._take_beat(replica, message)
-
-    def _take_beat(self, replica: Replica, beat: Beat) -> None:
-        replica.status = beat.status
-        if replica.is_ready and not beat.is_ready:
-            self._watcher.engine_ended(replica.id)
-            if self._board is not None and self._board.router is not None:
-                self._board.router.forget(replica.id)  # its KV cache is empty
-        elif beat.is_ready and not replica.is_ready:
-            self._watcher.engine_ready(replica.facts, replica.id)
-        replica.is_ready, replica.num_restarts = beat.is_ready, beat.num_restarts
-        metrics = msgspec.msgpack.decode(beat.metrics, type=Metrics | None)
-        if metrics is not None and beat.is_ready:
-            self._watcher.engine_counted(metrics, replica.id)
-
-    async def _watch(self) -> None:
-        """Looks for replicas that have fallen silent."""
-        while True:
-            await asyncio.sleep(_BEAT_S)
-            self._on_beat()
-            assert self._board is not None
-            now_s = time.monotonic()
-            silent = frozenset(
-                one.id for one in self.replicas.values() if now_s - one.heard_s > SILENT_S or not one.is_ready
-            )
-            for replica in silent - self._board.silent:
-                _log.warning("replica %s was not heard for %g s, or its engine restarts", replica, SILENT_S)
-            self._board.silent = silent
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
@@ -452,9 +363,6 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *argum
         loop.call_soon_threadsafe(function, *arguments)
 
 
-async def _awaited(response: Any) -> Any:
-    return await response
-
-
-def _replica_text(replica: str | None) -> str:
-    return "the replica" if replica is None else f"replica {replica}"
+def _kind(error: BaseException) -> str:
+    """Returns what Ray calls an error; its text fills pages."""
+    return type(error).__name__

@@ -38,6 +38,8 @@ class PreparedChat:
     tools: ChatTools | None
     # Whether the answer's format, if any, was built from the tools alone.
     is_format_of_tools: bool
+    # The name of the conversation that it belongs to, if the client gave one.
+    session: str | None
 
     @classmethod
     async def of(cls, service: Service, body: ChatRequest, tool_format: ToolFormat | None) -> Self:
@@ -63,12 +65,19 @@ class PreparedChat:
         )
         rules = text_rules(body, codec, {} if tools is None else tools.spelled)
         is_format_of_tools = tools is not None and body.response_format is None
-        return cls(prompt_ids, with_special_stops(body, sampling, codec), rules, tools, is_format_of_tools)
+        sampling = with_special_stops(body, sampling, codec)
+        return cls(prompt_ids, sampling, rules, tools, is_format_of_tools, body.prompt_cache_key)
 
     async def submit(self, service: Service, request: Request, *, is_stream: bool) -> Batch:
         """Queues it. Raises ``RefusedError``."""
         return await Batch.submit(
-            service, request, [self.prompt_ids], [self.sampling], is_stream=is_stream, rules=self.rules
+            service,
+            request,
+            [self.prompt_ids],
+            [self.sampling],
+            is_stream=is_stream,
+            rules=self.rules,
+            session=self.session,
         )
 
     @contextmanager

@@ -152,10 +152,12 @@ class ChatRequest(SamplingRequest, VllmChatFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
+    # Requests with the same key go to one replica.
+    prompt_cache_key: Label | None = None
+
     # Without effect on the client's result.
     metadata: Annotated[Metadata | None, Field(max_length=MAX_METADATA), at_most(MAX_METADATA)] = None
     safety_identifier: Label | None = None
-    prompt_cache_key: Label | None = None
     prompt_cache_retention: Literal["in_memory"] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None

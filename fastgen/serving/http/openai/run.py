@@ -23,6 +23,7 @@ from fastgen.serving.http.openai.answers import Usage
 from fastgen.serving.http.openai.sampling import named_refusal
 from fastgen.serving.http.streaming import EventStream, unless_gone
 from fastgen.serving.refusals import BadRequestError, UnknownModelError
+from fastgen.serving.request_limits import MAX_SESSION_LENGTH, SESSION_HEADER
 from fastgen.serving.service import Running, Service
 
 # Prompts with as many characters or ids together are encoded on another thread, so that other streams do not wait.
@@ -49,9 +50,10 @@ class Batch:
         *,
         is_stream: bool,
         rules: TextRules = USUAL_TEXT,
+        session: str | None = None,
     ) -> Self:
-        """Queues all of them; ``rules`` are as in :meth:`Service.submit`. Raises ``RefusedError`` if one of them is
-        refused; then none is queued.
+        """Queues all of them; ``rules`` and ``session`` are as in :meth:`Service.submit`, unless the request's header
+        names a session. Raises ``RefusedError`` if one of them is refused; then none is queued.
         """
         batch = cls([])
         try:
@@ -66,6 +68,7 @@ class Batch:
                                 arrived_s=arrival_of(request),
                                 rules=rules,
                                 request_id=request_id_of(request),
+                                session=session_of(request) or session,
                             )
                         )
         except BaseException:
@@ -324,6 +327,11 @@ def request_id_of(request: Request) -> str:
     """Returns the id that the request has in logs and headers, or else a new one."""
     found: str | None = getattr(request.state, "request_id", None)
     return found or secrets.token_hex(12)
+
+
+def session_of(request: Request) -> str | None:
+    """Returns what ``x-session-id`` says: requests with the same one belong together."""
+    return request.headers.get(SESSION_HEADER, "")[:MAX_SESSION_LENGTH] or None
 
 
 def arrival_of(request: Request) -> float | None:

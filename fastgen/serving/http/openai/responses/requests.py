@@ -210,6 +210,7 @@ class ResponsesRequest(VllmFields, VllmChatFields):
             stream=self.stream,
             seed=self.seed,
             stop=self.stop,
+            prompt_cache_key=self.prompt_cache_key,
         )
 
     def _format(self) -> Any:
