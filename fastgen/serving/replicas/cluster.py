@@ -17,7 +17,8 @@ from fastgen.version import install_command
 _RAY = "2.60"
 # How long the head of a cluster may take to accept a connection.
 _CONNECT_S = 5.0
-# Ray's store of objects holds nothing but calls with long prompts.
+_HOW_TO_START = "start one with `ray start --head`, and name the address that it prints"
+# Ray's store of objects holds only calls with long prompts.
 _STORE_BYTES = 128 << 20
 
 
@@ -39,7 +40,13 @@ def connected(address: str | None) -> Iterator[None]:
     """
     need_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray Serve says why a deployment fails. Without this its controller prints every stack trace too.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     import ray
+
+    logging.getLogger("ray._private.authentication").setLevel(
+        logging.ERROR
+    )  # Ray's own token, made where it is missing
 
     if address not in (None, "auto"):
         _check_answers(str(address))
@@ -53,6 +60,8 @@ def connected(address: str | None) -> Iterator[None]:
             configure_logging=True,
         )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        if address == "auto" and isinstance(error, ConnectionError):
+            raise InvalidArgumentError(f"address='auto': no cluster runs on this machine; {_HOW_TO_START}") from None
         what = "a cluster cannot be started on this machine" if address is None else f"address={address!r}"
         raise FastgenError(f"{what}: {_one_line(error)}") from error
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -82,7 +91,7 @@ def machines() -> list[Machine]:
 
 
 def _check_answers(address: str) -> None:
-    """Raises ``InvalidArgumentError`` if nobody accepts connections at ``address``."""
+    """Raises ``InvalidArgumentError`` if nothing accepts connections at ``address``."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if address.startswith("ray://") or not host or not port.isdecimal():
         raise InvalidArgumentError(
@@ -92,8 +101,7 @@ def _check_answers(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise InvalidArgumentError(
-            f"address={address!r}: no cluster answers there ({error}); start one with `ray start --head`, and name the "
-            "address that it prints"
+            f"address={address!r}: no cluster answers there ({error}); {_HOW_TO_START}"
         ) from None
 
 
