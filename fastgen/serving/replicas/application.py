@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +10,6 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from fastgen.serving.api_keys import API_KEY_VARIABLE
 from fastgen.serving.arguments import sort_arguments
 from fastgen.serving.replicas.cluster import machines
 from fastgen.serving.replicas.ingress import Ingress
@@ -46,7 +44,7 @@ def application(given: Mapping[str, Any], api_key: str | None = None) -> Applica
     machines of the cluster are too few or too small.
     """
     given = with_absolute_paths(given)
-    load_arguments, options = sort_arguments(given)
+    load_arguments, options = sort_arguments(given, reads_keys=False)  # the ingress reads them
     check_ports(options, "port")
     needs = needs_of(load_arguments, options.replicas or 1, machines())
     settings = settings_of(options)
@@ -71,8 +69,8 @@ def application(given: Mapping[str, Any], api_key: str | None = None) -> Applica
 
 
 def build(arguments: dict[str, Any]) -> Application:
-    """Returns :func:`application` with the arguments of a file for ``serve deploy``. The key in ``FASTGEN_API_KEY`` of
-    the head's environment is valid, if it has one.
+    """Returns :func:`application` with the arguments of a file for ``serve deploy``. The ingress takes the key in
+    ``FASTGEN_API_KEY`` from the environment of the cluster's head.
 
     ``wait_for_machines_s`` is one more argument: the seconds that machines may take to join the cluster until there is
     room for all replicas.
@@ -81,7 +79,7 @@ def build(arguments: dict[str, Any]) -> Application:
     until_s = time.monotonic() + float(given.pop(WAIT_FOR_MACHINES, 0.0))
     while True:
         try:
-            return application(given, os.environ.get(API_KEY_VARIABLE))
+            return application(given)
         except NoRoomError:
             if time.monotonic() > until_s:
                 raise

@@ -11,9 +11,7 @@ import yaml
 from fastgen.arguments import build
 from fastgen.errors import InvalidArgumentError
 from fastgen.options import LoadOptions
-from fastgen.serving.api_keys import ApiKeys
-from fastgen.serving.arguments import check_names
-from fastgen.serving.options import ServeOptions
+from fastgen.serving.arguments import sort_arguments
 from fastgen.serving.replicas.settings import APP, WAIT_FOR_MACHINES, check_ports, settings_of, with_absolute_paths
 
 # How long machines may take to join the cluster, if the file is not changed.
@@ -31,9 +29,8 @@ def deploy_file(given: Mapping[str, Any]) -> str:
 
     Raises ``InvalidArgumentError`` for arguments that a file cannot hold.
     """
-    check_names(given)
-    build(LoadOptions, given)
-    options = build(ServeOptions, given, api_keys=ApiKeys())  # the file of keys may be on another machine
+    load_arguments, options = sort_arguments(given, reads_keys=False)  # their file may be on another machine
+    build(LoadOptions, load_arguments)
     if options.replicas is None:
         raise InvalidArgumentError("print_config needs replicas: it writes the file that deploys them")
     check_ports(options, "port", "grpc_port")
