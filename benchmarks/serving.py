@@ -159,14 +159,16 @@ def request_body(model: str, prompt: list[int], max_tokens: int, *, is_stream: b
     return json.dumps({"model": model} | fields).encode()
 
 
-def http_throughput(port: int, model: str, num_requests: int, kind: Kind, *, is_stream: bool) -> Throughput:
+def http_throughput(
+    port: int, model: str, num_requests: int, kind: Kind, *, is_stream: bool, num_at_a_time: int = NUM_AT_A_TIME
+) -> Throughput:
     """Measures the server at ``port``, after the same prompts have warmed it up."""
     measured = Throughput(num_requests, kind.num_answer)
     body = partial(request_body, model, is_stream=is_stream)
     bodies = [body(each, kind.num_answer) for each in prompts(num_requests, kind.num_prompt)]
-    ask_all(port, [body(each, 4) for each in prompts(NUM_AT_A_TIME, kind.num_prompt)])
+    ask_all(port, [body(each, 4) for each in prompts(num_at_a_time, kind.num_prompt)], num_at_a_time)
     began_s = time.perf_counter()
-    answers = ask_all(port, bodies)
+    answers = ask_all(port, bodies, num_at_a_time)
     measured.seconds = time.perf_counter() - began_s
     measured.texts = [text_of(answer.body) for answer in answers]
     return measured
@@ -210,8 +212,8 @@ class Answer:
         return re.sub(rb"[0-9a-f]+\r\n(.*?)\r\n", rb"\1", rest, flags=re.DOTALL) if b"chunked" in head else rest
 
 
-def ask_all(port: int, bodies: list[bytes]) -> list[Answer]:
-    """Returns the answers to requests, of which a given number are open at a time.
+def ask_all(port: int, bodies: list[bytes], num_at_a_time: int = NUM_AT_A_TIME) -> list[Answer]:
+    """Returns the answers to requests, of which ``num_at_a_time`` are open at a time.
 
     It only looks whether they have ended: the client's cost is not measured, and it shares its core with the server.
     """
@@ -222,7 +224,7 @@ def ask_all(port: int, bodies: list[bytes]) -> list[Answer]:
             answers.append(Answer(port, bodies[len(answers)]))
             selector.register(answers[-1].socket, selectors.EVENT_READ, answers[-1])
 
-        while len(answers) < min(NUM_AT_A_TIME, len(bodies)):
+        while len(answers) < min(num_at_a_time, len(bodies)):
             ask()
         while selector.get_map():
             for key, _ in selector.select():

@@ -51,19 +51,20 @@ def why(
     if len(request) != (2 if recording is None else 1):
         raise typer.BadParameter("give SERVER and REQUEST, or REQUEST and --recording FILE")
     if recording is None:
-        from fastgen.serving.clients.recordings import fetch_recording
+        from fastgen.serving.clients.recordings import fetch_recordings
 
-        found, sequences = fetch_recording(*request, api_key=os.environ.get("FASTGEN_API_KEY") or None)
+        recordings = fetch_recordings(*request, api_key=os.environ.get("FASTGEN_API_KEY") or None)
     else:
-        found, sequences = read_recording(recording), request
+        recordings = [(read_recording(recording), request)]
     expected = None
     if cost is not None:
         from fastgen.lab.devices.calibration import read_calibration
 
         expected = read_calibration(cost).cost
-    for sequence in sequences:
-        facts = find_facts(found, sequence, expected)
-        print(json.dumps(asdict(facts)) if as_json else as_text(facts))
+    for found, sequences in recordings:
+        for sequence in sequences:
+            facts = find_facts(found, sequence, expected)
+            print(json.dumps(asdict(facts)) if as_json else as_text(facts))
 
 
 def replay(recording: RecordingFile, as_json: AsJson = False) -> None:

@@ -20,15 +20,17 @@ def deployments_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="session")
 def server(deployments_directory: None) -> Iterator[ServerProcess]:
-    """A server of tiny-llama, by HTTP and gRPC, shared by tests that do not change it."""
-    with served("tiny-llama", "--grpc-port", "0") as process:
+    """A server of tiny-llama, by HTTP and gRPC, shared by tests that do not change it. More flags may come from the
+    environment: ``FASTGEN_TEST_SERVE="--replicas 2"`` runs these tests over replicas.
+    """
+    with served("tiny-llama", "--grpc-port", "0", *os.environ.get("FASTGEN_TEST_SERVE", "").split()) as process:
         yield process
 
 
 @pytest.fixture(scope="session")
 def deployment(server: ServerProcess) -> Deployment:
     """The deployment by which clients find it."""
-    (found,) = [one for one in deployments() if one.pid == server.process.pid]
+    (found,) = [one for one in deployments() if one.address == server.address]
     return found
 
 

@@ -30,8 +30,8 @@ def served(model: str, *flags: str, stderr: int | None = None) -> Iterator[Serve
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                if found := re.search(r"https?://[^\s/]+", line):
-                    yield ServerProcess(process, found[0])
+                if found := re.search(r"is served at (https?://[^\s/]+)", line):
+                    yield ServerProcess(process, found[1])
                     break
             else:
                 raise AssertionError(f"the server ended with status {process.wait()} before it was ready")

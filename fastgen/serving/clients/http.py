@@ -79,10 +79,19 @@ class HttpTransport:
             info: dict[str, Any] = json.loads(await response.aread())
             return info
 
-    async def recording(self, request_id: str) -> tuple[bytes, list[str]]:
-        """Returns the engine's flight recording, and the numbers in it of the request ``request_id``."""
-        async with self._sent(f"/recording?{urlencode({'request': request_id})}") as response:
-            return await response.aread(), response.headers["x-request-numbers"].split()
+    async def recordings(self, request_id: str) -> list[tuple[bytes, list[str]]]:
+        """Returns the flight recording of each engine that answered a prompt of the request ``request_id``, and the
+        numbers that its prompts have in it.
+        """
+        found, left = [], [dict[str, str]()]
+        while left:
+            query = urlencode({"request": request_id, **left.pop(0)})
+            async with self._sent(f"/recording?{query}") as response:
+                found.append((await response.aread(), response.headers["x-request-numbers"].split()))
+            if len(found) == 1:  # which has told what others there are
+                others = response.headers.get("x-request-replicas", "").split()[1:]
+                left = [{"replica": replica} for replica in others]
+        return found
 
     async def terminate(self, token: str | None) -> None:
         headers = {} if token is None else {"authorization": f"Bearer {token}"}

@@ -10,9 +10,9 @@ from fastgen.serving.clients.client import find_server
 from fastgen.serving.extra import need_extra
 
 
-def fetch_recording(server: str, request_id: str, *, api_key: str | None) -> tuple[Recording, list[str]]:
-    """Returns the recording of the engine of ``server``, an address or the name of a server on this machine, and the
-    numbers in it of the request ``request_id``: one for each of its prompts.
+def fetch_recordings(server: str, request_id: str, *, api_key: str | None) -> list[tuple[Recording, list[str]]]:
+    """Returns the recording of each engine of ``server``, an address or the name of a server on this machine, that
+    answered the request ``request_id``, and the numbers in it of the request: one for each of its prompts.
 
     Raises ``FastgenError`` if the server does not answer, does not take the key, or does not know the request.
     """
@@ -22,12 +22,11 @@ def fetch_recording(server: str, request_id: str, *, api_key: str | None) -> tup
     found = find_server(server)
     address, certificate = (found, None) if isinstance(found, str) else (found.address, found.certificate)
 
-    async def fetch() -> tuple[bytes, list[str]]:
+    async def fetch() -> list[tuple[bytes, list[str]]]:
         transport = HttpTransport(address, api_key, certificate)
         try:
-            return await transport.recording(request_id)
+            return await transport.recordings(request_id)
         finally:
             await transport.close()
 
-    data, numbers = asyncio.run(fetch())
-    return parse_recording(data, address), numbers
+    return [(parse_recording(data, address), numbers) for data, numbers in asyncio.run(fetch())]

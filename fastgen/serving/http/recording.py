@@ -17,6 +17,9 @@ from fastgen.serving.service import Service
 MEDIA_TYPE = "application/jsonl"
 # The header with the numbers that the requested request has in the recording.
 NUMBERS_HEADER = "x-request-numbers"
+# The header with the replicas that answered its prompts.
+REPLICAS_HEADER = "x-request-replicas"
+ReplicaId = Annotated[str | None, Query(max_length=256, description="A replica, of a server that has several")]
 RequestId = Annotated[str | None, Query(max_length=256, description="The id of a request, or of its answer")]
 
 
@@ -31,23 +34,24 @@ def recording_routes(service: Service) -> APIRouter:
         response_class=Response,
         responses={200: {"content": {MEDIA_TYPE: {}}, "description": "The recording, as JSON Lines"}},
     )
-    async def recording(request: RequestId = None) -> Response:
+    async def recording(request: RequestId = None, replica: ReplicaId = None) -> Response:
         """Return the decisions of an engine's last steps. The recording holds no text and no token ids. Of several
-        replicas it is the one that answered the request.
+        replicas it is the named one's, or the first one's that answered a prompt of the request.
         """
-        places = (
-            [] if request is None else list(filter(None, map(service.engine.place_of, service.recent.numbers(request))))
-        )
-        replica = places[0][0] or None if places else None
-        if replica not in queries:
-            queries[replica] = SharedQuery(partial(service.recording, replica))
-        reply, headers = await queries[replica].take(), {}
+        places = [] if request is None else [*map(service.engine.place_of, service.recent.numbers(request))]
+        answered = list(dict.fromkeys(place[0] for place in places if place is not None))
+        named = replica or (answered[0] if answered else "") or None
+        if named not in queries:
+            queries[named] = SharedQuery(partial(service.recording, named))
+        reply, headers = await queries[named].take(), {}
         if request is not None:
-            numbers = [reply.request_ids.get(number) for place, number in places if place == (replica or "")]
+            numbers = [reply.request_ids.get(place[1]) for place in places if place and place[0] == (named or "")]
             found = [str(number) for number in numbers if number is not None]
             if not found:
                 raise HTTPException(404, f"no request with the id {request!r:.200} is among the last ones")
             headers[NUMBERS_HEADER] = " ".join(found)
+            if answered != [""]:
+                headers[REPLICAS_HEADER] = " ".join(answered)
         return Response(reply.recording, headers=headers, media_type=MEDIA_TYPE)
 
     return router

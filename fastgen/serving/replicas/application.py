@@ -45,7 +45,7 @@ def application(given: Mapping[str, Any], api_key: str | None = None) -> Applica
     """
     given = with_absolute_paths(given)
     load_arguments, options = sort_arguments(given, reads_keys=False)  # the ingress reads them
-    check_ports(options, "port")
+    check_ports(options)
     needs = needs_of(load_arguments, options.replicas or 1, machines())
     settings = settings_of(options)
     replicas = serve.deployment(

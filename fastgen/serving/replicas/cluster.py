@@ -33,8 +33,25 @@ def need_ray() -> None:
         raise FastgenError(f"replicas need Ray {_RAY}, and Ray {found} is installed: {install_command('ray')}")
 
 
+class Cluster:
+    """A cluster that this process is connected to; ``head`` is the address of its head."""
+
+    def __init__(self, head: str):
+        self.head = head
+
+    @property
+    def is_alive(self) -> bool:
+        """Returns whether its head accepts connections. Calls of Ray wait for a minute where it does not."""
+        host, _, port = self.head.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        except OSError:
+            return False
+        return True
+
+
 @contextmanager
-def connected(address: str | None) -> Iterator[None]:
+def connected(address: str | None) -> Iterator[Cluster]:
     """Joins the cluster at ``address``, ``"auto"`` for the one that runs on this machine, or starts one of this machine
     alone, which ends with the block. Raises ``FastgenError`` with the reason where that is not possible.
     """
@@ -65,10 +82,12 @@ def connected(address: str | None) -> Iterator[None]:
         what = "a cluster cannot be started on this machine" if address is None else f"address={address!r}"
         raise FastgenError(f"{what}: {_one_line(error)}") from error
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    cluster = Cluster(ray.get_runtime_context().gcs_address)
     try:
-        yield
+        yield cluster
     finally:
-        ray.shutdown()
+        if cluster.is_alive:
+            ray.shutdown()
 
 
 def machines() -> list[Machine]:

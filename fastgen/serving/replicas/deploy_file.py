@@ -33,7 +33,7 @@ def deploy_file(given: Mapping[str, Any]) -> str:
     build(LoadOptions, load_arguments)
     if options.replicas is None:
         raise InvalidArgumentError("print_config needs replicas: it writes the file that deploys them")
-    check_ports(options, "port", "grpc_port")
+    check_ports(options)
     arguments = {name: value for name, value in sorted(with_absolute_paths(given).items()) if name != "address"}
     try:
         arguments = json.loads(json.dumps(arguments))

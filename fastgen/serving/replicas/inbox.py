@@ -42,6 +42,7 @@ class Inbox:
         port = socket.bind_to_random_port(f"tcp://{host}")
         self.address = InboxAddress(server, f"tcp://{host}:{port}", public_key)
         asyncio.get_running_loop().add_reader(socket.fileno(), self._receive)
+        asyncio.get_running_loop().call_soon(self._receive)  # its descriptor signals changes only
 
     def _receive(self) -> None:
         while not self._socket.closed and has_come(self._socket):
@@ -81,6 +82,7 @@ class Outbox:
         self._monitor = socket.get_monitor_socket(_LOST)
         asyncio.get_running_loop().add_reader(self._monitor.fileno(), self._watch)
         socket.connect(address.endpoint)
+        asyncio.get_running_loop().call_soon(self._watch)  # its descriptor signals changes only
 
     def send(self, encoded: bytes) -> None:
         """Sends a :data:`FromReplica`."""
@@ -97,6 +99,7 @@ class Outbox:
         if not self._socket.closed:
             asyncio.get_running_loop().remove_reader(self._monitor.fileno())
             self._socket.disable_monitor()
+            self._monitor.close()
             self._socket.close()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -29,6 +30,8 @@ from fastgen.serving.api_keys import API_KEY_VARIABLE
 from fastgen.serving.clients.deployments import Deployment
 from fastgen.serving.engine.supervisor import end_of, ending_text
 
+_log = logging.getLogger(__name__)
+
 # The server's process gives a sign of life about twice a second. One that is silent for this long hangs.
 _SILENCE_S = 10.0
 
@@ -43,6 +46,7 @@ class Ingress:
     ) -> None:
         context = serve.get_replica_context()
         self._app = context.app_name
+        self._is_ending = False
         reading, writing = os.pipe()
         request = {
             "given": dict(given),
@@ -81,23 +85,25 @@ class Ingress:
 
     async def end(self) -> None:
         """Ends the server as SIGTERM does: running requests may finish. Returns when it has ended."""
+        self._is_ending = True
         if not self._ended.done():
             self._process.send_signal(signal.SIGTERM)
         await asyncio.shield(self._ended)
 
     async def _watch(self) -> None:
-        """Deletes the application after a client has ended the server."""
-        if await asyncio.shield(self._ended) == 0:
+        """Deletes the application after a client has ended the server. Ends this actor after the server's process has
+        failed, which Ray Serve notices at once.
+        """
+        if (status := await asyncio.shield(self._ended)) == 0:
             await asyncio.to_thread(serve.delete, self._app, _blocking=False)
+        elif not self._is_ending:
+            _log.error("the server's process %s", ending_text(status))
+            os._exit(1)
 
     async def check_health(self) -> None:
-        """Raises ``FastgenError`` if the server's process is gone or hangs, so that Ray Serve replaces this actor."""
-        if self._ended.done():
-            if (status := self._ended.result()) != 0:
-                raise FastgenError(f"the server's process {ending_text(status)}")
-            return
+        """Raises ``FastgenError`` if the server's process hangs, so that Ray Serve replaces this actor."""
         silent_s = time.monotonic() - self._heard_s
-        if silent_s > _SILENCE_S:
+        if silent_s > _SILENCE_S and not self._ended.done():
             self._process.kill()
             raise FastgenError(f"the server's process gave no sign of life for {silent_s:.0f} s")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -14,14 +15,15 @@ from fastgen.serving.api_keys import API_KEY_VARIABLE
 from fastgen.serving.arguments import sort_arguments
 from fastgen.serving.clients.deployments import Deployment
 from fastgen.serving.output import STDOUT, write_text
-from fastgen.serving.replicas.cluster import connected
-from fastgen.serving.replicas.settings import APP, INGRESS
+from fastgen.serving.replicas.cluster import Cluster, connected
 from fastgen.serving.run import announcement
 
 if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
     from ray.serve.schema import ApplicationStatusOverview
 
-_POLL_S = 0.25
+# How often the application is looked at while it starts, and while it runs: a look costs Ray Serve some milliseconds.
+_START_POLL_S, _POLL_S = 0.25, 2.0
 
 
 def run_replicas(given: Mapping[str, Any], *, on_ready: Callable[[Deployment], None] | None = None) -> None:
@@ -31,9 +33,9 @@ def run_replicas(given: Mapping[str, Any], *, on_ready: Callable[[Deployment], N
     Raises ``FastgenError`` where the server cannot start.
     """
     _, options = sort_arguments(given)
-    if options.port == 0:
-        given = {**given, "port": _free_port(options.host)}
-    with connected(options.address):
+    ports = {"port": options.port, "grpc_port": options.grpc_port}
+    given = {**given, **{name: _free_port(options.host) for name, port in ports.items() if port == 0}}
+    with connected(options.address) as cluster:
         from ray import serve
 
         from fastgen.serving.replicas.application import application
@@ -47,35 +49,28 @@ def run_replicas(given: Mapping[str, Any], *, on_ready: Callable[[Deployment], N
             )
         try:
             serve.run_many([serve.RunTarget(app, name=APP, route_prefix=None)], wait_for_applications_running=False)
-            if not _until_running(endings):
+            if not _until_running(cluster, endings):
                 return
             ingress = serve.get_deployment_handle(INGRESS, APP)
             deployment = Deployment(**ingress.deployment.remote().result())
             write_text(STDOUT, announcement(deployment, needs_key=bool(options.api_keys)))
             if on_ready is not None:
                 on_ready(deployment)
-            while not endings.first.wait(_POLL_S) and APP in serve.status().applications:
+            while not endings.first.wait(_POLL_S) and _application(cluster) is not None:
                 pass
             if endings.first.is_set():
-                ending = ingress.end.remote()
-                while not endings.second.is_set() and APP in serve.status().applications:
-                    try:
-                        ending.result(timeout_s=_POLL_S)
-                        break
-                    except TimeoutError:
-                        pass
+                _end(ingress, cluster, endings)
         finally:
-            serve.delete(APP)
+            if cluster.is_alive:
+                serve.delete(APP)
 
 
-def _until_running(endings: _Endings) -> bool:
+def _until_running(cluster: Cluster, endings: _Endings) -> bool:
     """Waits until the application runs; returns whether it does, and not a signal has come. Raises ``FastgenError`` if
     it cannot run.
     """
-    from ray import serve
-
-    while not endings.first.wait(_POLL_S):
-        application = serve.status().applications.get(APP)
+    while not endings.first.wait(_START_POLL_S):
+        application = _application(cluster)
         if application is None:
             raise FastgenError("the application was deleted before it ran")
         if application.status == "RUNNING":
@@ -83,6 +78,24 @@ def _until_running(endings: _Endings) -> bool:
         if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise FastgenError(_reason(application))
     return False
+
+
+def _application(cluster: Cluster) -> ApplicationStatusOverview | None:
+    """Returns the state of the application; ``None`` if it was deleted."""
+    from ray import serve
+
+    if not cluster.is_alive:
+        raise FastgenError(f"the cluster at {cluster.head} is gone, and its replicas with it")
+    return serve.status().applications.get(APP)
+
+
+def _end(ingress: DeploymentHandle[Any], cluster: Cluster, endings: _Endings) -> None:
+    """Ends the server, whose running requests may finish until the second signal."""
+    ending = ingress.end.remote()
+    while not endings.second.is_set() and cluster.is_alive:
+        with contextlib.suppress(TimeoutError):
+            ending.result(timeout_s=_START_POLL_S)
+            return
 
 
 def _reason(application: ApplicationStatusOverview) -> str:

@@ -52,13 +52,11 @@ def settings_of(options: ServeOptions) -> dict[str, dict[str, Any]]:
     }
 
 
-def check_ports(options: ServeOptions, *names: str) -> None:
-    """Raises ``InvalidArgumentError`` if an option of ``names`` is port 0."""
-    for name in names:
-        if getattr(options, name) == 0:
-            raise InvalidArgumentError(
-                f"{name}=0: with replicas the port must be given, so that a new ingress takes the same"
-            )
+def check_ports(options: ServeOptions) -> None:
+    """Raises ``InvalidArgumentError`` for port 0."""
+    for name, port in (("port", options.port), ("grpc_port", options.grpc_port)):
+        if port == 0:
+            raise InvalidArgumentError(f"{name}=0: replicas need a certain port, which a new ingress takes again")
 
 
 def with_absolute_paths(given: Mapping[str, Any]) -> dict[str, Any]:

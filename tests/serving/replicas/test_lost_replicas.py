@@ -1,0 +1,100 @@
+"""Replicas that are killed or stopped at random under a hundred requests: none is lost that had not begun to stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+
+import fastgen
+from tests.serving.replicas.processes import started_by
+from tests.serving.replicas.test_served_replicas import BODY, REPLICA, WAIT_S, text_of, until_ready
+from tests.serving.server_process import ServerProcess, served
+
+ENGINE = "fastgen.serving.engine.process"
+NUM_KILLS, NUM_REQUESTS, NUM_TOKENS = 10, 100, 120
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[ServerProcess]:
+    with served("tiny-llama", "--replicas", "2") as process:
+        until_ready(process, 2)
+        yield process
+
+
+async def stream(client: httpx2.AsyncClient, body: dict[str, object]) -> tuple[str, str | None]:
+    """Returns the text that came, and the error at its end."""
+    text = ""
+    async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                return text, event["error"]["message"]
+            text += event["choices"][0]["text"] if event["choices"] else ""
+    return text, None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", range(NUM_KILLS))
+def test_no_request_is_lost_that_had_not_begun_to_stream(replicas: ServerProcess, llm: fastgen.LLM, kill: int) -> None:
+    draw = random.Random(kill)
+    until_ready(replicas, 2)
+    name, number = draw.choice([(REPLICA, signal.SIGKILL), (ENGINE, signal.SIGKILL), (ENGINE, signal.SIGSEGV)])
+    victim = draw.choice(started_by(replicas.process.pid, name))
+    prompts = [f"Once upon a time there were {number} cats" for number in range(NUM_REQUESTS)]
+    body = BODY | {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+
+    async def run() -> tuple[list[httpx2.Response], list[tuple[str, str | None]]]:
+        limits = httpx2.Limits(max_connections=NUM_REQUESTS)
+        async with httpx2.AsyncClient(base_url=replicas.address, timeout=WAIT_S, limits=limits) as client:
+            whole = [
+                asyncio.create_task(client.post("/v1/completions", json=body | {"prompt": prompt}))
+                for prompt in prompts[::2]
+            ]
+            streams = [asyncio.create_task(stream(client, body | {"prompt": prompt})) for prompt in prompts[1::2]]
+            await asyncio.sleep(draw.uniform(0.05, 2.0))
+            os.kill(victim, number)
+            return await asyncio.gather(*whole), await asyncio.gather(*streams)
+
+    whole, streams = asyncio.run(run())
+    sampling = fastgen.SamplingParams(temperature=0.0, max_new_tokens=NUM_TOKENS, ignore_eos=True)
+    expected = [output.text for output in llm.generate(prompts, sampling)]
+    assert [text_of(each) for each in whole] == expected[::2]
+    for (text, error), wanted in zip(streams, expected[1::2], strict=True):
+        assert wanted.startswith(text)
+        if error is None:
+            assert text == wanted
+        else:
+            assert text, f"a stream that had not begun was not answered: {error}"
+            assert "send it again" in error
+
+
+@pytest.mark.slow
+def test_a_replica_that_hangs_is_replaced_and_its_requests_are_answered(
+    replicas: ServerProcess, llm: fastgen.LLM
+) -> None:
+    until_ready(replicas, 2)
+    hanging = started_by(replicas.process.pid, REPLICA)[0]
+    os.kill(hanging, signal.SIGSTOP)
+    prompts = [f"The dog had {number} bones" for number in range(12)]
+
+    async def run() -> list[httpx2.Response]:
+        async with httpx2.AsyncClient(base_url=replicas.address, timeout=WAIT_S) as client:
+            return await asyncio.gather(
+                *(client.post("/v1/completions", json=BODY | {"prompt": prompt}) for prompt in prompts)
+            )
+
+    got = asyncio.run(run())
+    sampling = fastgen.SamplingParams(temperature=0.0, max_new_tokens=24)
+    assert [text_of(each) for each in got] == [output.text for output in llm.generate(prompts, sampling)]
+    until_ready(replicas, 2)
+    assert hanging not in started_by(replicas.process.pid, REPLICA)

@@ -1,0 +1,289 @@
+"""The requests of a server in replicas that a test plays: answers, faults, and what is told of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from fastgen.errors import FastgenError, GenerationError
+from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.serving.engine.request import EngineRequest
+from fastgen.serving.refusals import EngineDiedError, UnavailableError
+from fastgen.serving.replicas import replica_set, roster
+from fastgen.serving.replicas.replica_set import ReplicaSet
+from tests.serving.replicas.played import PlayedReplica, played_set, until
+
+SAMPLING = SamplingParams(max_new_tokens=8)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roster, "_WATCH_S", 0.02)
+    monkeypatch.setattr(replica_set, "_POLL_S", 0.02)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(test())  # type: ignore[arg-type]
+
+
+def submit(replicas: ReplicaSet, *prompt_ids: int, session: str | None = None) -> EngineRequest:
+    return replicas.submit(list(prompt_ids) or [1, 2, 3], SAMPLING, is_stream=True, arrived_s=0.0, session=session)
+
+
+async def where(request: EngineRequest, *replicas: PlayedReplica) -> PlayedReplica:
+    """Waits until one of ``replicas`` has ``request``, under its present number, and returns it."""
+    await until(lambda: any(request.number in each.taken for each in replicas))
+    (found,) = [each for each in replicas if request.number in each.taken]
+    return found
+
+
+async def whole(request: EngineRequest) -> list[int]:
+    """Returns all tokens of an answer."""
+    tokens: list[int] = []
+    while request.num_open or request._news:
+        for news in await request.news():
+            tokens += news.token_ids
+    return tokens
+
+
+def test_requests_are_spread_over_replicas_and_answered() -> None:
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b) as (replicas, _, noted):
+            requests = [submit(replicas) for _ in range(8)]
+            places = [await where(request, a, b) for request in requests]
+            assert (len(a.taken), len(b.taken)) == (4, 4)
+            for number, (request, place) in enumerate(zip(requests, places, strict=True)):
+                assert place.taken[request.number].prompt_ids == [1, 2, 3]
+                place.give(request.number, 10 + number, 20 + number)
+                place.finish(request.number, 30 + number)
+            for number, request in enumerate(requests):
+                assert await whole(request) == [10 + number, 20 + number, 30 + number]
+                replicas.finish(request)
+            assert replicas.num_open == 0
+            assert noted.notes.count(("routed", "a")) == 4
+            assert noted.num_gone == 8
+
+    run(test)
+
+
+def test_a_request_whose_replica_dies_before_its_first_token_is_answered_by_another() -> None:
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b) as (replicas, handle, noted):
+            request = submit(replicas)
+            first = await where(request, a, b)
+            first_number = request.number
+            other = b if first is a else a
+            first.die()
+            handle.remove(first.name)
+            assert await where(request, other) is other
+            assert request.number != first_number
+            other.give(request.number, 5)
+            other.finish(request.number, 6)
+            assert await whole(request) == [5, 6]
+            assert replicas.place_of(first_number) == (other.name, request.number)
+            assert ("ended", first.name) in noted.notes
+            assert list(replicas.replicas) == [other.name]
+            assert replicas.num_restarts == 1
+
+    run(test)
+
+
+def test_late_tokens_of_the_first_replica_are_not_taken_for_those_of_the_second() -> None:
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b) as (replicas, _, _noted):
+            request = submit(replicas)
+            first = await where(request, a, b)
+            first_number = request.number
+            from fastgen.serving.replicas.messages import Answered
+
+            first.ended[first_number].set_result(Answered(error="the engine's process was ended", has_died=True))
+            await until(lambda: request.number != first_number)
+            second = await where(request, a, b)
+            first.give(first_number, 98, 99)  # was on its way when the engine ended
+            second.give(request.number, 5)
+            second.finish(request.number, 6)
+            assert await whole(request) == [5, 6]
+
+    run(test)
+
+
+def test_tokens_that_nobody_took_do_not_keep_a_request_from_beginning_again() -> None:
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b) as (replicas, handle, _):
+            request = submit(replicas)
+            first = await where(request, a, b)
+            first.give(request.number, 7)
+            await until(lambda: request.has_started)
+            first.die()
+            handle.remove(first.name)
+            second = await where(request, *([b] if first is a else [a]))
+            second.finish(request.number, 8)
+            assert await whole(request) == [8]
+
+    run(test)
+
+
+def test_a_request_that_was_read_fails_with_its_replica() -> None:
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b) as (replicas, _, noted):
+            request = submit(replicas)
+            first = await where(request, a, b)
+            first.give(request.number, 7)
+            (news,) = await request.news()
+            assert news.token_ids == [7]
+            first.die()
+            with pytest.raises(
+                EngineDiedError, match=rf"replica {first.name} ended while .*RayActorError; send it again"
+            ):
+                await request.news()
+            assert (replicas.num_open, noted.num_gone) == (0, 1)
+
+    run(test)
+
+
+def test_a_request_that_ends_every_engine_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_set, "_FIRST_DELAY_S", 0.0)
+
+    async def test() -> None:
+        from fastgen.serving.replicas.messages import Answered
+
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b) as (replicas, _, _noted):
+            request = submit(replicas)
+            for _ in range(replica_set.MAX_TRIES):
+                number = request.number
+                place = await where(request, a, b)
+                place.ended[number].set_result(Answered(error="the engine's process was ended", has_died=True))
+                await until(lambda number=number: request.number != number or not replicas.num_open)
+            with pytest.raises(EngineDiedError, match="the engine's process was ended; send it again"):
+                await request.news()
+            assert len(a.taken) + len(b.taken) == replica_set.MAX_TRIES
+
+    run(test)
+
+
+def test_a_replica_that_falls_silent_loses_its_requests_and_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roster, "SILENT_S", 0.1)
+    monkeypatch.setattr(roster, "LOST_S", 0.3)
+
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b) as (replicas, _, _noted):
+            beating = [asyncio.create_task(_beat(each)) for each in (a, b)]
+            request = submit(replicas)
+            first = await where(request, a, b)
+            other, first_number = (b if first is a else a), request.number
+            first.is_silent = True
+            assert await where(request, other) is other
+            await until(lambda: first.cancelled == [first_number])
+            for _ in range(4):
+                assert await where(submit(replicas), a, b) is other
+            other.finish(request.number, 6)
+            assert await whole(request) == [6]
+            for task in beating:
+                task.cancel()
+
+    run(test)
+
+
+async def _beat(replica: PlayedReplica) -> None:
+    while True:
+        replica.beat()
+        await asyncio.sleep(0.02)
+
+
+def test_a_cancelled_request_is_cancelled_at_its_replica() -> None:
+    async def test() -> None:
+        a = PlayedReplica("a")
+        async with played_set(a) as (replicas, _, noted):
+            request = submit(replicas)
+            await where(request, a)
+            replicas.cancel(request)
+            await until(lambda: a.cancelled == [request.number])
+            assert (replicas.num_open, noted.num_gone) == (0, 1)
+
+    run(test)
+
+
+def test_an_answer_whose_end_is_lost_on_the_way_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_set, "_LAST_NEWS_S", 0.01)
+
+    async def test() -> None:
+        from fastgen.serving.replicas.messages import Answered
+
+        a = PlayedReplica("a")
+        async with played_set(a) as (replicas, _, _noted):
+            request = submit(replicas)
+            await where(request, a)
+            a.ended[request.number].set_result(Answered())
+            with pytest.raises(EngineDiedError, match="was lost between the replica and the server"):
+                await request.news()
+
+    run(test)
+
+
+def test_sessions_and_prefixes_stay_at_a_replica() -> None:
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b, router="prefix") as (replicas, _, _noted):
+            long = list(range(64))
+            first = await where(submit(replicas, *long), a, b)
+            assert await where(submit(replicas, *long, 1, 2, 3), a, b) is first
+            own = await where(submit(replicas, 9, session="s"), a, b)
+            for number in range(4):
+                assert await where(submit(replicas, number, session="s"), a, b) is own
+
+    run(test)
+
+
+def test_questions_go_to_the_replica_that_is_named() -> None:
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b) as (replicas, _, _noted):
+            assert await replicas.ask("live", str, replica="b") == "live of b"
+            assert await replicas.ask("live", str) == "live of a"
+            with pytest.raises(GenerationError, match="cannot be checked"):
+                await replicas.refusal([1], SAMPLING)
+            with pytest.raises(UnavailableError, match="this replica is not there"):
+                await replicas.ask("live", str, replica="c")
+
+    run(test)
+
+
+def test_a_new_replica_is_used_and_a_restarting_engine_is_not() -> None:
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a) as (replicas, handle, noted):
+            handle.add(b)
+            await until(lambda: "b" in replicas.replicas)
+            a.beat(is_ready=False)
+            await until(lambda: not replicas.replicas["a"].is_ready)
+            assert ("ended", "a") in noted.notes
+            await until(lambda: "a" in replicas._board.silent)  # type: ignore[union-attr]
+            for _ in range(4):
+                assert await where(submit(replicas), a, b) is b
+            b.beat(is_ready=False)
+            await until(lambda: replicas.state == "restarting")
+            with pytest.raises(UnavailableError, match="no replica is ready: the server is restarting"):
+                submit(replicas)
+            a.beat(num_restarts=1)
+            await until(lambda: replicas.state == "ready")
+            assert replicas.num_restarts == 1
+
+    run(test)
+
+
+def test_another_version_on_a_machine_is_named() -> None:
+    async def test() -> None:
+        with pytest.raises(FastgenError, match=r"replica a on host of a runs fastgen 0\.0\.1, and the server"):
+            async with played_set(PlayedReplica("a", version="0.0.1")):
+                pass
+
+    run(test)
