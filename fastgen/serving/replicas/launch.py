@@ -16,6 +16,7 @@ from fastgen.serving.arguments import sort_arguments
 from fastgen.serving.clients.deployments import Deployment
 from fastgen.serving.output import STDOUT, write_text
 from fastgen.serving.replicas.cluster import Cluster, connected
+from fastgen.serving.replicas.settings import APP, INGRESS
 from fastgen.serving.run import announcement
 
 if TYPE_CHECKING:
