@@ -28,6 +28,10 @@ def serve(
         str | None,
         typer.Option(metavar="NAME", help="End the server with this name, model or address on this machine."),
     ] = None,
+    print_config: Annotated[
+        bool,
+        typer.Option("--print-config", help="With --replicas: write the file for Ray's `serve deploy`, and exit."),
+    ] = False,
     *,
     serving: options.Given,
     load: options.Given,
@@ -41,19 +45,33 @@ def serve(
     elif stop is not None:
         _stop(stop)
     else:
-        _serve(model, properties, serving | load)
+        given = _arguments(model, properties, serving | load)
+        if print_config:
+            _print_config(given)
+        else:
+            _serve(given)
 
 
-def _serve(model: str | None, properties: str | None, given: options.Given) -> None:
-    from fastgen.serving.arguments import sort_arguments
-    from fastgen.serving.run import run
-
+def _arguments(model: str | None, properties: str | None, given: options.Given) -> options.Given:
     if model is not None:
         given = given | {"model": model}
     if properties is not None:
         given = _translated(Path(properties)) | given
     if "model" not in given:
         options.usage_error(f"MODEL is missing. {options.MODEL_HELP}")
+    return given
+
+
+def _print_config(given: options.Given) -> None:
+    from fastgen.serving.replicas.deploy_file import deploy_file
+
+    print(deploy_file(given), end="")
+
+
+def _serve(given: options.Given) -> None:
+    from fastgen.serving.arguments import sort_arguments
+    from fastgen.serving.run import run
+
     load_arguments, serve_options = sort_arguments(given)
     if serve_options.replicas is None:
         run(load_arguments, serve_options)

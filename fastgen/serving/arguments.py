@@ -16,16 +16,17 @@ _LOAD = frozenset(argument.name for argument in arguments_of(LoadOptions))
 _SERVE = frozenset(argument.name for argument in arguments_of(ServeOptions))
 
 
-def sort_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], ServeOptions]:
+def sort_arguments(given: Mapping[str, Any], *, reads_keys: bool = True) -> tuple[dict[str, Any], ServeOptions]:
     """Returns the arguments of ``fastgen.load`` among ``given``, and the others as one value.
 
-    API keys are read here: from ``api_key_file``, and from the environment. Raises ``InvalidArgumentError``.
+    API keys are read here: from ``api_key_file``, and from the environment. Without ``reads_keys`` there are none, such
+    as on a machine that does not serve. Raises ``InvalidArgumentError``.
     """
     check_names(given)
     load_arguments = {name: value for name, value in given.items() if name in _LOAD}
     if "itl_target" in given:  # the policy keeps it, and admission refuses what would break it
         load_arguments["itl_target_ms"] = given["itl_target"]
-    keys = ApiKeys.load(given.get("api_key_file"), os.environ)
+    keys = ApiKeys.load(given.get("api_key_file"), os.environ) if reads_keys else ApiKeys()
     return load_arguments, build(ServeOptions, given, api_keys=keys)
 
 

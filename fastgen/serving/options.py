@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from fastgen.arguments import ABOVE_0, AT_LEAST_0, AT_LEAST_1, PORT, Check, Option, check
 from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.routing import ROUTERS
 from fastgen.serving.api_keys import ApiKeys
 from fastgen.serving.tools.formats import tool_format_named
 
@@ -199,6 +200,7 @@ class ServeOptions:
             "How a replica is chosen: prefix, least_tokens, round_robin or random.",
             "prefix takes the replica that holds the most of the prompt's blocks, unless it is much busier than "
             "another.",
+            check=Check(f"one of {', '.join(map(repr, ROUTERS))}", lambda value: value in ROUTERS),
         ),
     ] = "prefix"
     log_format: Annotated[
@@ -229,5 +231,8 @@ class ServeOptions:
                     f"allow_hosts={host!r}: expected a name such as models.example.org, without a scheme or a port, or "
                     "* for all"
                 )
+        for name, value, default in (("address", self.address, None), ("router", self.router, "prefix")):
+            if self.replicas is None and value != default:
+                raise InvalidArgumentError(f"{name}={value!r}: needs replicas; without them there is one engine")
         if self.log_prompts and not self.log_requests:
             raise InvalidArgumentError("log_prompts needs log_requests: prompts are part of its lines")

@@ -19,7 +19,7 @@ from fastgen.serving.http.guard import Guard
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
 
-OPEN = {"/", "/page/{name}", "/health", "/ready", "/ping", "/version", "/terminate"}
+OPEN = {"/", "/page/{name}", "/health", "/ready", "/-/healthz", "/ping", "/version", "/terminate"}
 # Other spellings of paths that need a key, and of folders that need none.
 DISGUISED = [
     "/nothing",

@@ -111,7 +111,7 @@ def test_the_live_view_counts_what_is_served(server: ServerProcess) -> None:
     assert 0 < after["gaps"]["p50_s"] <= after["gaps"]["p95_s"] <= after["gaps"]["p99_s"]
 
 
-async def answer(app: ASGIApp, path: str, **headers: str) -> tuple[int, bytes]:
+async def answer(app: ASGIApp, path: str, query: str = "", **headers: str) -> tuple[int, bytes]:
     """Returns the answer of ``app``, without a socket."""
     sent: list[Any] = []
 
@@ -123,7 +123,7 @@ async def answer(app: ASGIApp, path: str, **headers: str) -> tuple[int, bytes]:
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "headers": raw}
-    await app(scope | {"query_string": b"", "http_version": "1.1", "scheme": "http"}, receive, send)
+    await app(scope | {"query_string": query.encode(), "http_version": "1.1", "scheme": "http"}, receive, send)
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
 
 

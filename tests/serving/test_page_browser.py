@@ -495,3 +495,42 @@ def test_a_model_without_a_chat_template_goes_on_with_the_text(plain: ServerProc
             it.send(prompt)
             it.page.wait_for_selector("#send-button", state="visible")
             assert it.answer() == ask(plain, "/v1/completions", body)["choices"][0]["text"] != ""
+
+
+def test_of_several_replicas_one_is_looked_at(server: ServerProcess, visit: Open) -> None:
+    live = ask(server, "/live")
+    asked: list[str] = []
+
+    def replica(name: str, state: str) -> dict[str, Any]:
+        known = {"num_running": 2, "num_waiting": 1, "outstanding_tokens": 1234, "restarts": 5}
+        return {"id": name, "host": f"host-{name}", "state": state, "num_blocks": 40, "num_held_blocks": 10, **known}
+
+    replicas = [replica("a", "ready"), replica("b", "restarting")]
+
+    def reply(route: Any) -> None:
+        asked.append(route.request.url.partition("?")[2])
+        wanted = asked[-1].removeprefix("replica=")
+        shown = wanted if wanted in [one["id"] for one in replicas] else replicas[0]["id"]
+        route.fulfill(json={**live, "replicas": replicas, "replica": shown})
+
+    with visit(server, viewport=PHONE) as it:
+        it.page.click("#view-engine")
+        assert not it.page.is_visible("#replicas-panel")
+        it.page.route("**/live*", reply)
+        rows = it.page.locator("#replicas tr")
+        expect(rows).to_have_count(2)
+        assert it.text("#replicas-note") == "1 of 2 ready"
+        cells = [cell.strip() for cell in rows.first.locator("td").all_text_contents()]
+        assert cells == ["2", "1", "25 %", "1,234", "5"]
+        assert rows.nth(1).locator("small").text_content() == "restarting"
+        buttons = it.page.locator("#replicas button")
+        expect(buttons.first).to_have_attribute("aria-pressed", "true")
+        buttons.nth(1).click()
+        expect(buttons.nth(1)).to_have_attribute("aria-pressed", "true")
+        assert asked[-1] == "replica=b"
+        assert it.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        del replicas[1]  # the one that is looked at is gone
+        expect(rows).to_have_count(1)
+        expect(buttons.first).to_have_attribute("aria-pressed", "true")
+        it.page.unroute_all()
+        expect(it.page.locator("#replicas-panel")).to_be_hidden()

@@ -16,6 +16,7 @@ import msgspec
 from fastgen.errors import GenerationError
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.serving.engine.engine import ReplicaView
 from fastgen.serving.engine.messages import (
     Ask,
     Cancel,
@@ -124,6 +125,10 @@ class EngineClient:
         """Returns why the engine would refuse such a request, or ``None``. Raises like :meth:`ask`."""
         asked = Check(next(self._numbers), prompt_ids, pack_sampling(sampling))
         return msgspec.msgpack.decode(await self._reply_to(asked), type=str | None)
+
+    def replica_views(self) -> list[ReplicaView]:
+        """Returns none: there is one engine."""
+        return []
 
     def place_of(self, number: int) -> tuple[str, int] | None:
         """Returns the only engine there is, and the same number."""

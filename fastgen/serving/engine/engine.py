@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
 
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.engine.messages import EngineFacts, Status
@@ -10,6 +11,24 @@ from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.engine.supervisor import State
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class ReplicaView:
+    """The state of a replica, as the page shows it."""
+
+    id: str
+    # The host name of its machine.
+    host: str
+    # A silent one was not heard for some seconds.
+    state: Literal["ready", "restarting", "silent"]
+    # Sequences with a slot, and without.
+    num_running: int
+    num_waiting: int
+    # Tokens that the requests sent to it may still cost, as the router counts them.
+    outstanding_tokens: int
+    # How often its engine was restarted.
+    num_restarts: int
 
 
 class ServedEngine(Protocol):
@@ -34,6 +53,9 @@ class ServedEngine(Protocol):
     @property
     def num_open(self) -> int:
         """Returns the number of requests whose last message has not been taken."""
+
+    def replica_views(self) -> list[ReplicaView]:
+        """Returns the state of each replica; none for an engine without."""
 
     async def start(self) -> EngineFacts:
         """Waits until the model is loaded. Raises ``FastgenError`` if that fails."""

@@ -38,6 +38,11 @@ def create_app(service: Service, options: ServeOptions) -> FastAPI:
         """200 if requests are accepted, else 503, with the state as text."""
         return Response(service.state, 200 if service.state == "ready" else 503, media_type="text/plain")
 
+    @app.get("/-/healthz", include_in_schema=False)
+    async def healthz() -> Response:
+        """:func:`ready`, where KubeRay looks for it before it sends clients to the head of a cluster."""
+        return await ready()
+
     @app.get("/metrics")
     async def metrics() -> Response:
         """All counters, for Prometheus."""

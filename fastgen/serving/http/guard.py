@@ -33,7 +33,7 @@ from fastgen.serving.refusals import (
 
 # Paths that need no key, as does everything below :data:`OPEN_FOLDER`: the health checks, the page, which asks for the
 # key itself, and paths that accept another token too.
-OPEN_PATHS = ("/", "/health", "/ready", "/ping", "/version", "/terminate")
+OPEN_PATHS = ("/", "/health", "/ready", "/-/healthz", "/ping", "/version", "/terminate")
 OPEN_FOLDER = "/page/"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
 _log = logging.getLogger("fastgen.serving.requests")

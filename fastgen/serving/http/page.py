@@ -12,6 +12,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from fastgen.runtime.metrics import Metrics
+from fastgen.serving.engine.engine import ReplicaView
 from fastgen.serving.http.shared_query import SharedQuery
 from fastgen.serving.monitoring.live import LiveView
 from fastgen.serving.refusals import RefusedError, UnavailableError
@@ -32,7 +34,22 @@ _HEADERS = {
 ANSWER_S = 2.0
 
 
-class Live(msgspec.Struct, kw_only=True):
+class LiveReplica(msgspec.Struct):
+    """The state of a replica; see :class:`~fastgen.serving.engine.engine.ReplicaView`."""
+
+    id: str
+    host: str
+    state: str
+    num_running: int
+    num_waiting: int
+    outstanding_tokens: int
+    restarts: int
+    # Of its KV cache; ``None`` where they are not known yet.
+    num_blocks: int | None
+    num_held_blocks: int | None
+
+
+class Live(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The state of the server, and of its engine if that answers."""
 
     model: str
@@ -42,6 +59,9 @@ class Live(msgspec.Struct, kw_only=True):
     # ``None`` while the model is not loaded.
     has_chat_template: bool | None
     engine: LiveView | None
+    # The replicas, if there are any, and the id of the one that ``engine`` is of.
+    replicas: list[LiveReplica] = []
+    replica: str | None = None
 
 
 class _File:
@@ -81,23 +101,55 @@ def live_routes(service: Service) -> APIRouter:
     page, so it is not part of the documented API.
     """
     router = APIRouter(include_in_schema=False)
-    query = SharedQuery(partial(_live_view, service))
+    # By the id of the replica; a server without has one engine.
+    queries: dict[str | None, SharedQuery[LiveView | None]] = {}
 
     @router.get("/live")
-    async def live() -> Response:
-        body = msgspec.json.encode(_live(service, await query.take()))
+    async def live(replica: str | None = None) -> Response:
+        views = service.engine.replica_views()
+        shown = _shown(views, replica)
+        for gone in queries.keys() - {None, *(view.id for view in views)}:
+            del queries[gone]
+        if shown not in queries:
+            queries[shown] = SharedQuery(partial(_live_view, service, shown))
+        view = await queries[shown].take()
+        body = msgspec.json.encode(_live(service, views, shown, view))
         return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
 
     return router
 
 
-def _live(service: Service, view: LiveView | None) -> Live:
+def _shown(views: list[ReplicaView], wanted: str | None) -> str | None:
+    """Returns the replica that is shown: the one that is wanted if there is such a one, else the first that is
+    ready.
+    """
+    ids = [view.id for view in sorted(views, key=lambda view: (view.state != "ready", view.id))]
+    return wanted if wanted in ids else next(iter(ids), None)
+
+
+def _live(service: Service, views: list[ReplicaView], shown: str | None, view: LiveView | None) -> Live:
     return Live(
         model=service.model_name,
         state=service.state,
         restarts=service.engine.num_restarts,
         has_chat_template=_has_chat_template(service),
         engine=view,
+        replicas=[_live_replica(each, service.metrics.replicas.get(each.id)) for each in views],
+        replica=shown,
+    )
+
+
+def _live_replica(view: ReplicaView, metrics: Metrics | None) -> LiveReplica:
+    return LiveReplica(
+        view.id,
+        view.host,
+        view.state,
+        view.num_running,
+        view.num_waiting,
+        view.outstanding_tokens,
+        view.num_restarts,
+        None if metrics is None else metrics.kv_blocks,
+        None if metrics is None else metrics.kv_blocks_held,
     )
 
 
@@ -108,9 +160,9 @@ def _has_chat_template(service: Service) -> bool | None:
         return None
 
 
-async def _live_view(service: Service) -> LiveView | None:
+async def _live_view(service: Service, replica: str | None) -> LiveView | None:
     try:
         async with asyncio.timeout(ANSWER_S):
-            return await service.engine.ask("live", LiveView)
+            return await service.engine.ask("live", LiveView, replica=replica)
     except (RefusedError, TimeoutError):
         return None

@@ -3,6 +3,7 @@
 import { ApiError, askForKey, request } from "./api.js";
 import { drawBlocks, drawGaps, drawSteps } from "./charts.js";
 import { setServer } from "./chat.js";
+import { showReplicas } from "./replicas.js";
 
 const EVERY_MS = 1000;
 const KEPT_LOOKS = 60;
@@ -23,11 +24,13 @@ let wasRefused = false;
 let before = null;
 let view = null;
 let looks = [];
+let replica = null; // the one that is looked at, if it was chosen
 
 async function look() {
   timer = null;
   try {
-    const response = await request("live", { mayAsk: !wasRefused });
+    const path = replica === null ? "live" : `live?replica=${encodeURIComponent(replica)}`;
+    const response = await request(path, { mayAsk: !wasRefused });
     wasRefused = false;
     show(await response.json());
   } catch (error) {
@@ -46,14 +49,25 @@ function show(live) {
   byId("model").textContent = live.model;
   document.title = `${live.model} · fastgen`;
   setServer(live.model, live.has_chat_template ?? true); // what is not loaded yet is taken for a chat's
-  byId("restarts").textContent = live.restarts;
   showState(live.state);
+  const { replicas = [], replica: shown = null } = live;
+  showReplicas(replicas, shown, choose);
+  const its = replicas.find((each) => each.id === shown);
+  byId("restarts").textContent = its ? its.restarts : live.restarts;
+  if (replica !== null && replica !== shown) choose(shown); // it is gone
   if (!live.engine) return;
   view = live.engine;
   showFigures();
   showSequences();
   draw();
   before = view;
+}
+
+function choose(id) {
+  replica = id;
+  before = null;
+  looks = [];
+  lookAgain(0);
 }
 
 function showState(state) {

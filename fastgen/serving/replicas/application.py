@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,26 +10,27 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from fastgen.errors import InvalidArgumentError
 from fastgen.serving.arguments import sort_arguments
 from fastgen.serving.replicas.cluster import machines
 from fastgen.serving.replicas.ingress import Ingress
-from fastgen.serving.replicas.placement import needs_of
+from fastgen.serving.replicas.placement import NoRoomError, needs_of
 from fastgen.serving.replicas.replica import EngineReplica
 from fastgen.serving.replicas.router import ReplicaRouter
+from fastgen.serving.replicas.settings import (
+    INGRESS,
+    REPLICAS,
+    WAIT_FOR_MACHINES,
+    check_ports,
+    settings_of,
+    with_absolute_paths,
+)
 
 # Ray Serve logs warnings only; the server has a log of its own.
 _LOGGING = {"log_level": "WARNING", "enable_access_log": False}
-# The names of the two deployments.
-REPLICAS, INGRESS = "Replicas", "Ingress"
-# Requests that Ray Serve lets a replica have at once. The server limits them by ``max_queued_requests``.
-_MAX_ONGOING = 1 << 20
-# How often Ray Serve asks for signs of life, and how long an answer may take.
-_HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 10.0
-# How long a replica that is to end may take to finish its requests.
-_FINISH_S = 600.0
 # Starts of a replica or an ingress that fail before Ray Serve gives up the deployment.
 _MAX_STARTS = 3
+# How often machines are looked for that have yet to join the cluster.
+_POLL_S = 1.0
 _ROUTER: Any = ReplicaRouter  # Ray's annotation does not name classes, which it takes
 # A machine that is the head of its cluster has this resource.
 _HEAD = "node:__internal_head__"
@@ -39,47 +40,47 @@ def application(given: Mapping[str, Any], api_key: str | None = None) -> Applica
     """Returns the application that serves the model with these arguments of ``fastgen.serve``, as ``serve run`` and
     ``serve deploy`` take it too. ``replicas`` is one of them.
 
-    Raises ``InvalidArgumentError`` for arguments that cannot be met on any machine.
+    Raises ``InvalidArgumentError`` for arguments that cannot be met on any machine, and ``NoRoomError`` where the
+    machines of the cluster are too few or too small.
     """
-    given = dict(given)
-    load_arguments, options = sort_arguments(given)
-    num_replicas = options.replicas or 1
-    needs = needs_of(load_arguments, num_replicas, machines())
-    for name, port in (("port", options.port), ("grpc_port", options.grpc_port)):
-        if port == 0:
-            raise InvalidArgumentError(f"{name}=0: replicas need a certain port, which a new ingress takes again")
+    given = with_absolute_paths(given)
+    load_arguments, options = sort_arguments(given, reads_keys=False)  # the ingress reads them
+    check_ports(options)
+    needs = needs_of(load_arguments, options.replicas or 1, machines())
+    settings = settings_of(options)
     replicas = serve.deployment(
         name=REPLICAS,
         logging_config=_LOGGING,
-        num_replicas=num_replicas,
-        max_ongoing_requests=_MAX_ONGOING,
         ray_actor_options={"num_cpus": needs.num_cpus, "num_gpus": needs.num_gpus, "memory": needs.memory_bytes or 0},
         placement_group_bundles=[needs.bundle],
         placement_group_strategy="STRICT_PACK",
-        health_check_period_s=_HEALTH_PERIOD_S,
-        health_check_timeout_s=_HEALTH_TIMEOUT_S,
-        graceful_shutdown_timeout_s=_FINISH_S,
-        graceful_shutdown_wait_loop_s=0.1,
         max_constructor_retry_count=_MAX_STARTS,
         request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
+        **settings[REPLICAS],
     )(EngineReplica).bind(needs.load_arguments, timeout_s=options.engine_timeout_s)
     ingress: Application = serve.deployment(
         name=INGRESS,
         logging_config=_LOGGING,
-        num_replicas=1,
         ray_actor_options={"num_cpus": 0, "resources": {_HEAD: 0.001}},
-        health_check_period_s=_HEALTH_PERIOD_S,
-        health_check_timeout_s=_HEALTH_TIMEOUT_S,
-        graceful_shutdown_timeout_s=options.drain_timeout_s + 30.0,
-        graceful_shutdown_wait_loop_s=0.1,
         max_constructor_retry_count=_MAX_STARTS,
-        max_surge_percent=100,
+        **settings[INGRESS],
     )(Ingress).bind(replicas, given, api_key)
     return ingress
 
 
 def build(arguments: dict[str, Any]) -> Application:
-    """Returns :func:`application` with the arguments of a file for ``serve deploy``. The key in ``FASTGEN_API_KEY`` of
-    the head's environment is valid, if it has one.
+    """Returns :func:`application` with the arguments of a file for ``serve deploy``. The ingress takes the key in
+    ``FASTGEN_API_KEY`` from the environment of the cluster's head.
+
+    ``wait_for_machines_s`` is one more argument: the seconds that machines may take to join the cluster until there is
+    room for all replicas.
     """
-    return application(arguments, os.environ.get("FASTGEN_API_KEY"))
+    given = dict(arguments)
+    until_s = time.monotonic() + float(given.pop(WAIT_FOR_MACHINES, 0.0))
+    while True:
+        try:
+            return application(given)
+        except NoRoomError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(_POLL_S)

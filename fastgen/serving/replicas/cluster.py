@@ -7,22 +7,30 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.serving.replicas.placement import Machine
 from fastgen.version import install_command
 
+# The release of Ray whose interface for routers is known. Ray calls it alpha, so another release may have another.
+_RAY = "2.60"
 # How long the head of a cluster may take to accept a connection.
 _CONNECT_S = 5.0
-# Ray's store of objects holds nothing but calls with long prompts.
+_HOW_TO_START = "start one with `ray start --head`, and name the address that it prints"
+# Ray's store of objects holds only calls with long prompts.
 _STORE_BYTES = 128 << 20
 
 
 def need_ray() -> None:
-    """Raises ``FastgenError`` where the extra ``ray`` is not installed."""
-    if find_spec("ray") is None or find_spec("ray.serve") is None:
-        raise FastgenError(f"replicas need the package ray: {install_command('ray')}")
+    """Raises ``FastgenError`` where the extra ``ray`` is not installed, or another release of Ray is."""
+    try:
+        found = version("ray")
+        import ray.serve  # noqa: F401  # fails where Ray was installed without what Ray Serve needs
+    except (PackageNotFoundError, ImportError):
+        raise FastgenError(f"replicas need the package ray with Ray Serve: {install_command('ray')}") from None
+    if not found.startswith(f"{_RAY}."):
+        raise FastgenError(f"replicas need Ray {_RAY}, and Ray {found} is installed: {install_command('ray')}")
 
 
 class Cluster:
@@ -49,7 +57,13 @@ def connected(address: str | None) -> Iterator[Cluster]:
     """
     need_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray Serve says why a deployment fails. Without this its controller prints every stack trace too.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     import ray
+
+    logging.getLogger("ray._private.authentication").setLevel(
+        logging.ERROR
+    )  # Ray's own token, made where it is missing
 
     if address not in (None, "auto"):
         _check_answers(str(address))
@@ -63,6 +77,8 @@ def connected(address: str | None) -> Iterator[Cluster]:
             configure_logging=True,
         )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        if address == "auto" and isinstance(error, ConnectionError):
+            raise InvalidArgumentError(f"address='auto': no cluster runs on this machine; {_HOW_TO_START}") from None
         what = "a cluster cannot be started on this machine" if address is None else f"address={address!r}"
         raise FastgenError(f"{what}: {_one_line(error)}") from error
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -94,7 +110,7 @@ def machines() -> list[Machine]:
 
 
 def _check_answers(address: str) -> None:
-    """Raises ``InvalidArgumentError`` if nobody accepts connections at ``address``."""
+    """Raises ``InvalidArgumentError`` if nothing accepts connections at ``address``."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if address.startswith("ray://") or not host or not port.isdecimal():
         raise InvalidArgumentError(
@@ -104,8 +120,7 @@ def _check_answers(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise InvalidArgumentError(
-            f"address={address!r}: no cluster answers there ({error}); start one with `ray start --head`, and name the "
-            "address that it prints"
+            f"address={address!r}: no cluster answers there ({error}); {_HOW_TO_START}"
         ) from None
 
 

@@ -16,14 +16,13 @@ from fastgen.serving.arguments import sort_arguments
 from fastgen.serving.clients.deployments import Deployment
 from fastgen.serving.output import STDOUT, write_text
 from fastgen.serving.replicas.cluster import Cluster, connected
+from fastgen.serving.replicas.settings import APP, INGRESS
 from fastgen.serving.run import announcement
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
     from ray.serve.schema import ApplicationStatusOverview
 
-# The name of the application in Ray Serve.
-APP = "fastgen"
 # How often the application is looked at while it starts, and while it runs: a look costs Ray Serve some milliseconds.
 _START_POLL_S, _POLL_S = 0.25, 2.0
 
@@ -40,7 +39,7 @@ def run_replicas(given: Mapping[str, Any], *, on_ready: Callable[[Deployment], N
     with connected(options.address) as cluster:
         from ray import serve
 
-        from fastgen.serving.replicas.application import INGRESS, application
+        from fastgen.serving.replicas.application import application
 
         endings = _Endings()
         app = application(given, os.environ.get(API_KEY_VARIABLE))

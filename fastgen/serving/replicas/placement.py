@@ -14,6 +14,10 @@ from fastgen.errors import InvalidArgumentError
 _SHARE_OF_MEMORY = 0.9
 
 
+class NoRoomError(InvalidArgumentError):
+    """The machines of a cluster have no room for all replicas. More may join it."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """A machine of a cluster, with all that Ray may hand out of it."""
@@ -61,8 +65,9 @@ def needs_of(load_arguments: Mapping[str, Any], num_replicas: int, machines: Seq
     """Returns what each of ``num_replicas`` takes of ``machines``: GPUs where the model runs on them, else an equal
     share of the cores and of the memory, if the arguments do not say how much.
 
-    Raises ``InvalidArgumentError`` where there is no room for all of them.
+    Raises ``NoRoomError`` where there is no room for all of them.
     """
+    machines = [machine for machine in machines if machine.num_cpus]  # the head of a cluster may lend none
     wanted, num_ranks = str(load_arguments.get("device", "auto")), int(load_arguments.get("tensor_parallel", 1))
     has_gpus = any(machine.num_gpus for machine in machines)
     memory = load_arguments.get("memory")
@@ -75,7 +80,7 @@ def needs_of(load_arguments: Mapping[str, Any], num_replicas: int, machines: Seq
         needs = _needs_of_cpus(load_arguments, num_replicas, machines, memory_bytes)
     room = sum(map(needs.count_on, machines))
     if room < num_replicas:
-        raise InvalidArgumentError(_no_room(needs, num_replicas, room, machines))
+        raise NoRoomError(_no_room(needs, num_replicas, room, machines))
     return needs
 
 

@@ -21,6 +21,7 @@ from fastgen.errors import FastgenError, GenerationError
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.routing import RoutedRequest, block_hashes
+from fastgen.serving.engine.engine import ReplicaView
 from fastgen.serving.engine.messages import EngineFacts, Report, Status, Submit, encoder, pack_sampling
 from fastgen.serving.engine.open_requests import OpenRequests
 from fastgen.serving.engine.request import EngineRequest, EngineWatcher
@@ -116,6 +117,23 @@ class ReplicaSet:
     def num_open(self) -> int:
         """Returns the number of requests whose last message has not been taken."""
         return len(self._requests)
+
+    def replica_views(self) -> list[ReplicaView]:
+        """Returns the state of each replica."""
+        board = self._board
+        router, silent = (None, frozenset()) if board is None else (board.router, board.silent)
+        return [
+            ReplicaView(
+                id=one.id,
+                host=one.host,
+                state="restarting" if not one.is_ready else "silent" if one.id in silent else "ready",
+                num_running=one.status.num_running,
+                num_waiting=one.status.num_waiting,
+                outstanding_tokens=0 if router is None else router.outstanding(one.id),
+                num_restarts=one.num_restarts,
+            )
+            for one in sorted(self.replicas.values(), key=lambda one: one.id)
+        ]
 
     async def start(self) -> EngineFacts:
         """Waits until a replica is ready. Raises ``FastgenError`` if none can be used."""

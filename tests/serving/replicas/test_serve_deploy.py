@@ -1,0 +1,90 @@
+"""The printed file on a real cluster: deployed with Ray's own command, scaled by deploying it again, and ended."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.serving.replicas.ray_cluster import RayCluster, free_ports, ray_cluster
+
+pytestmark = pytest.mark.slow
+# A replica is ready after about 10 s on two cores that have other work.
+READY_S = 180.0
+
+
+def printed(*flags: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "fastgen", "serve", "tiny-llama", *flags, "--print-config"]
+    value: dict[str, Any] = yaml.safe_load(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return value
+
+
+def deploy(cluster: RayCluster, config: dict[str, Any], file: Path) -> None:
+    file.write_text(yaml.safe_dump(config))
+    cluster.serve("deploy", str(file))
+
+
+def wait_for(cluster: RayCluster, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Returns the state of the application once it meets ``condition``."""
+    until_s = time.monotonic() + READY_S
+    while time.monotonic() < until_s:
+        application = cluster.applications().get("fastgen")
+        if application is not None and condition(application):
+            return dict(application)
+        time.sleep(0.25)
+    raise AssertionError(json.dumps(cluster.applications(), indent=1))
+
+
+def num_running(application: dict[str, Any]) -> int:
+    replicas = application["deployments"].get("Replicas", {}).get("replicas", [])
+    return sum(replica["state"] == "RUNNING" for replica in replicas)
+
+
+def text_of(port: int, prompt: str) -> str:
+    body = {"model": "tiny-llama", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as answer:
+        return str(json.load(answer)["choices"][0]["text"])
+
+
+def test_the_printed_file_is_deployed_scaled_and_ended(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    config = printed("--replicas", "1", "--num-threads", "1", "--memory", "1GiB", "--port", str(port))
+    file = tmp_path / "fastgen.yaml"
+    with ray_cluster(num_cpus=2) as cluster:
+        deploy(cluster, config, file)
+        application = wait_for(cluster, lambda each: each["status"] in ("RUNNING", "DEPLOY_FAILED"))
+        assert (application["status"], num_running(application)) == ("RUNNING", 1), application["message"]
+        answer = text_of(port, "Once upon a time")
+        assert answer
+
+        config["applications"][0]["deployments"][0]["num_replicas"] = 2
+        before = application["deployments"]["Replicas"]["replicas"][0]["replica_id"]
+        deploy(cluster, config, file)
+        application = wait_for(cluster, lambda each: each["status"] == "RUNNING" and num_running(each) == 2)
+        ids = [replica["replica_id"] for replica in application["deployments"]["Replicas"]["replicas"]]
+        assert before in ids, "the first replica was started anew"
+        assert text_of(port, "Once upon a time") == answer
+
+        config["applications"][0]["args"] |= {"num_threads": 3, "wait_for_machines_s": 0}
+        deploy(cluster, config, file)
+        application = wait_for(cluster, lambda each: each["status"] in ("DEPLOY_FAILED", "UNHEALTHY"))
+        assert "it needs 3 CPUs and 1.0 GiB of memory of one machine, and there is room for 0" in application["message"]
+        assert text_of(port, "Once upon a time") == answer, "what ran before no longer answers"
+
+        cluster.serve("shutdown", "-y")
+        until_s = time.monotonic() + READY_S
+        while cluster.applications():
+            assert time.monotonic() < until_s
+            time.sleep(0.25)
+        with pytest.raises(OSError, match="refused"):
+            text_of(port, "Once upon a time")
