@@ -222,9 +222,9 @@ def test_the_limits_count_the_requests_in_all_replicas() -> None:
     for _ in range(2):
         door.admission.admit(10, ANSWER)
     door.refusal(10)
-    door.admission.end("a")
+    for replica in ("a", "b"):
+        door.admission.end(replica)
     with pytest.raises(UnavailableError, match="no engine is ready"):
-        door.admission.end("b")
         door.admission.admit(10, ANSWER)
 
 
