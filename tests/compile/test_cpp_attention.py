@@ -24,7 +24,7 @@ from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.render import render
 from fastgen.compile.spec import torch_dtype
 from fastgen.compile.weights.packed import ARCHES_WITH_BF16_DOT
-from tests.compile.arches import ARCHES, EMULATED, HERE
+from tests.compile.arches import ARCHES, EMULATED, HERE, WIDTHS, in_each_width
 
 SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=32, block_size=16, dtype="fp32", scale=0.2)
 FEATURES: dict[str, dict[str, Any]] = {
@@ -149,7 +149,7 @@ def loaders() -> dict[str, KernelLoader]:
 @pytest.mark.parametrize(
     ("arch", "feature"),
     [
-        pytest.param(arch, feature, marks=() if feature is None or arch == HERE else pytest.mark.slow)
+        pytest.param(arch, feature, marks=() if arch in (WIDTHS if feature is None else (HERE,)) else pytest.mark.slow)
         for arch in ARCHES
         for feature in (None, *FEATURES)
     ],
@@ -262,13 +262,12 @@ def test_how_the_heads_and_keys_of_decodes_are_shared_out_shows_nowhere(
         assert torch.equal(batch.computed(loaders[arch]), found[mine]), row
 
 
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("arch", in_each_width())
 @pytest.mark.parametrize("rising", [False, True])
 def test_what_is_far_below_the_best_score_weighs_nothing(
     loaders: dict[str, KernelLoader], arch: str, rising: bool
 ) -> None:
-    shape = replace(SHAPE, num_heads=1, num_kv_heads=1)
-    batch = Batch(shape, [(1, 1300)], 4)
+    batch = Batch(SHAPE, [(1, 1300)], 4)
     order = torch.arange(1300)
     place = (batch.tables[0, order // 16].long(), order % 16, 0)
     batch.q[0] = torch.eye(32)[0]
