@@ -25,6 +25,14 @@ _MAKES = {
     *(_ATEN.empty.memory_format, _ATEN.empty_like.default, _ATEN.empty_strided.default),
     *(_ATEN.new_empty.default, _ATEN.new_empty_strided.default),
 }
+_ARITHMETIC = {
+    *(_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.pow.Tensor_Scalar, _ATEN.rsqrt.default),
+    *(_ATEN.floor_divide.default, _ATEN.remainder.Scalar, _ATEN.relu.default),
+}
+_COMPARISONS = {
+    *(_ATEN.gt.Tensor, _ATEN.ge.Tensor, _ATEN.lt.Tensor, _ATEN.le.Tensor, _ATEN.eq.Tensor, _ATEN.ne.Tensor),
+    *(_ATEN.gt.Scalar, _ATEN.ge.Scalar, _ATEN.lt.Scalar, _ATEN.le.Scalar, _ATEN.eq.Scalar, _ATEN.ne.Scalar),
+}
 
 
 @dataclass(frozen=True)
@@ -160,6 +168,10 @@ def _described(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     whose results torch would describe in Python, for which it imports its compiler, are described here."""
     if func is _ATEN.empty_like.default and kwargs.get("memory_format") in (None, torch.contiguous_format):
         return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=META)
+    if (made := _of_each_element(func, args, kwargs)) is not None:
+        return made
+    if func is _ATEN.new_zeros.default:
+        return torch.empty(args[1], dtype=kwargs.get("dtype") or args[0].dtype, device=META)
     if func in _MAKES:
         return func(*args, **{**kwargs, "device": META, "pin_memory": False})
     if func is _ATEN.bincount.default and args[0].is_meta:
@@ -167,6 +179,19 @@ def _described(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         counts[0] = args[0].numel()
         return counts
     return func(*args, **kwargs)
+
+
+def _of_each_element(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """Returns what ``func`` makes if it computes each element by itself, of contiguous tensors; else ``None``. Torch
+    describes such results in Python, a tenth of a millisecond each."""
+    compares = func in _COMPARISONS
+    if kwargs or not (compares or func in _ARITHMETIC):
+        return None
+    tensors = [each for each in args if isinstance(each, Tensor)]
+    if not all(each.is_contiguous() for each in tensors) or not any(each.is_meta for each in tensors):
+        return None
+    dtype = torch.bool if compares else torch.result_type(*args) if len(args) == 2 else tensors[0].dtype
+    return torch.empty(torch.broadcast_shapes(*(each.shape for each in tensors)), dtype=dtype, device=META)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
