@@ -50,6 +50,8 @@ NEAR_BLOCKS: dict[str, dict[str, Any]] = {
     "a window of odd blocks in bf16": {"sliding_window": 37, "block_size": 3, "dtype": "bf16"},
     "a window of one": {"sliding_window": 1},
 }
+# What decides how rows are multiplied by bf16 dots.
+DOTTED = (None, "window", "bf16 with tails")
 # Of the largest value: a few roundings of the scores.
 TOLERANCE = 1e-5
 # What rounding to bf16 changes a number by at most, relative to it.
@@ -161,8 +163,16 @@ def test_drawn_batches(loaders: dict[str, KernelLoader], arch: str, feature: str
         assert_close(batch, batch.computed(loaders[arch]))
 
 
-@pytest.mark.parametrize("feature", [None, "window", "bf16 in small blocks", "bf16 with tails", *NEAR_BLOCKS])
-@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch in ARCHES_WITH_BF16_DOT])
+@pytest.mark.parametrize(
+    ("arch", "feature"),
+    [
+        # which keys are read does not depend on the unit that multiplies them
+        pytest.param(arch, feature, marks=() if arch == HERE or feature in DOTTED else pytest.mark.slow)
+        for arch in ARCHES
+        if arch in ARCHES_WITH_BF16_DOT
+        for feature in (*DOTTED, "bf16 in small blocks", *NEAR_BLOCKS)
+    ],
+)
 def test_bf16_dots_whose_numbers_need_no_rounding(
     loaders: dict[str, KernelLoader], arch: str, feature: str | None
 ) -> None:

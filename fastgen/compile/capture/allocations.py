@@ -191,7 +191,8 @@ def _of_each_element(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | N
     if not all(each.is_contiguous() for each in tensors) or not any(each.is_meta for each in tensors):
         return None
     dtype = torch.bool if compares else torch.result_type(*args) if len(args) == 2 else tensors[0].dtype
-    return torch.empty(torch.broadcast_shapes(*(each.shape for each in tensors)), dtype=dtype, device=META)
+    shape = torch.broadcast_shapes(*(each.shape for each in tensors))  # type: ignore[no-untyped-call]
+    return torch.empty(shape, dtype=dtype, device=META)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from functools import cache
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.runtime.histories import random_history
 SEEDS = range(10)
 
 
+@cache  # tests read what it returns, and change nothing
 def lived(seed: int, *, beams: bool = False) -> tuple[list[Generation], Recording]:
     history = random_history(
         random.Random(seed), failures=0.05, prefix_caching=seed % 2 == 0, beams=beams, drafts=seed % 3 == 0
