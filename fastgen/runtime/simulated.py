@@ -25,6 +25,7 @@ from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S
 from fastgen.runtime.step.model_runner import ModelRunner
 from fastgen.runtime.step.step import Step
 from fastgen.runtime.step_cost.cost import StepCost
+from fastgen.runtime.step_cost.sight import seen_work
 from fastgen.runtime.step_cost.work import StepWork
 
 # Any token id of a prompt is below this.
@@ -75,6 +76,9 @@ class SimulatedRunner:
 
     def _work(self, schedule: Schedule) -> StepWork:
         work, decodes, self._decodes = schedule.work, self._decodes, () if schedule.chunks else schedule.decodes
+        if self.cost.sights:
+            chunks = [(chunk.start, chunk.num_tokens) for chunk in schedule.chunks]
+            work = seen_work(work, schedule.positions, chunks, self.cost.sights)
         return work if work.num_built or decodes == self._decodes else work._replace(num_built=1)
 
     def sample(self, step: Step) -> None:

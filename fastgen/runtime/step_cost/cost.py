@@ -23,6 +23,7 @@ from statistics import fmean
 from typing import ClassVar
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.step_cost.sight import Sight
 from fastgen.runtime.step_cost.work import StepWork
 
 # Quantiles by which a scatter is stated.
@@ -50,6 +51,9 @@ class StepCost:
     recorded: tuple[int, ...] = ()
     # Captured sizes that steps are padded to, ascending; empty where steps are not padded.
     sizes: tuple[int, ...] = ()
+    # How far back the layers read. The work of a step is counted by them; see :func:`.sight.seen_work`. Empty where
+    # every layer reads all of its context.
+    sights: tuple[Sight, ...] = ()
     # Quantiles, evenly spaced, of measured over expected time. Their mean is 1. Empty where not measured.
     scatter: tuple[float, ...] = ()
     # Where there is no scatter: standard deviation of the logarithm of measured over expected time.
