@@ -85,8 +85,11 @@ class StepCost:
     def device_s(self, work: StepWork) -> float:
         """Returns the expected time of the device's part of a step with ``work``."""
         num_tokens, num_context, num_pairs, num_rows, num_chunks, num_built = work
+        known_s = self._known_s
+        if num_tokens not in known_s:
+            known_s[num_tokens] = self.matrices_s(num_tokens)
         return (
-            self.matrices_s(num_tokens)
+            known_s[num_tokens]
             + self.context_s * num_context
             + self.pair_s * num_pairs
             + self.row_s * num_rows
@@ -134,6 +137,11 @@ class StepCost:
             called_s=factor * self.called_s,
             scatter=tuple(quantile / mean for quantile in quantiles),
         )
+
+    @cached_property
+    def _known_s(self) -> dict[int, float]:
+        """Returns the times of the matrices by the number of tokens, as far as they were computed."""
+        return {}
 
     @cached_property
     def _recorded(self) -> frozenset[int]:
