@@ -18,8 +18,6 @@ from fastgen.runtime.step_cost.cost import StepCost
 
 # The paper's clients begin U(0, clients) times this late, in seconds.
 STAGGER_S = 0.01
-# Prompts and lengths are the same in every run.
-_SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +63,9 @@ class Server:
         return ServerSettings(**settings), cost
 
 
-def planned(workload: Workload) -> list[PlannedRequest]:
-    """Returns the requests of a workload for a simulated server."""
-    return workload.requests(vocab_size=32_000, seed=_SEED)
+def planned(workload: Workload, seed: int = 0) -> list[PlannedRequest]:
+    """Returns the requests of a workload for a simulated server. Unless told otherwise, all runs have the same."""
+    return workload.requests(vocab_size=32_000, seed=seed)
 
 
 def closed_loop(
