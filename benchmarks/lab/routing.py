@@ -58,15 +58,15 @@ _SEEDS = (1, 2, 3, 4)
 COMPARISONS = {
     "conversations": Comparison(
         "Conversations of 10 turns × (150 + 350) tokens, 0.8 begin each second and replica",
-        conversations, 0.8, 8, 150.0, 80.0, (*ALL, "prefix, no sessions"), _SEEDS,
+        conversations, 0.8, 8, 120.0, 70.0, ("random", "least_tokens", "ray", "prefix", "prefix, no sessions"), _SEEDS,
     ),
     "fewer_conversations": Comparison(
         "The same conversations, 0.3 begin each second and replica",
-        conversations, 0.3, 8, 150.0, 80.0, ALL, _SEEDS,
+        conversations, 0.3, 8, 120.0, 70.0, ("random", "least_tokens", "ray", "prefix"), _SEEDS,
     ),
     "system_prompt": Comparison(
         "Conversations that all begin with the same 1,024 tokens, 0.6 begin each second and replica",
-        shared_conversations, 0.6, 8, 150.0, 80.0, (*ALL, "prefix, no sessions"), _SEEDS,
+        shared_conversations, 0.6, 8, 120.0, 70.0, ALL, _SEEDS[:3],
     ),
     "prefixes": Comparison(
         "Prompts of 2,048 + 128 tokens and answers of 64; 64 prefixes, some far more frequent; 16 requests each second "
@@ -75,12 +75,12 @@ COMPARISONS = {
     ),
     "large": Comparison(
         "256 replicas: conversations of 10 turns × (150 + 350) tokens, 0.8 begin each second and replica",
-        conversations, 0.8, 256, 60.0, 20.0, ("least_tokens", "ray", "prefix"), (1, 2),
+        conversations, 0.8, 256, 36.0, 16.0, ("least_tokens", "ray", "prefix"), _SEEDS[:2],
     ),
     "large_prefixes": Comparison(
         "256 replicas: prompts of 2,048 + 128 tokens and answers of 64; 2,048 prefixes, some far more frequent; 16 "
         "requests each second and replica",
-        prefixes, 16.0, 256, 20.0, 8.0, ("least_tokens", "ray", "prefix"), (1, 2),
+        prefixes, 16.0, 256, 20.0, 8.0, ("least_tokens", "ray", "prefix"), _SEEDS[:2],
     ),
 }  # fmt: skip
 
