@@ -69,10 +69,16 @@ def planned(workload: Workload, seed: int = 0) -> list[PlannedRequest]:
 
 
 def closed_loop(
-    server: Server, requests: Sequence[PlannedRequest], clients: int, *, replicas: int = 1, facts: Any = None
+    server: Server,
+    requests: Sequence[PlannedRequest],
+    clients: int,
+    *,
+    replicas: int = 1,
+    router: str = "least_tokens",
+    facts: Any = None,
 ) -> Run:
     """Returns the run of ``clients`` that draw from one queue of requests."""
-    return _simulation(server, requests, clients, num_replicas=replicas, workload=facts or {}).run()
+    return _simulation(server, requests, clients, num_replicas=replicas, router=router, workload=facts or {}).run()
 
 
 def recorded(server: Server, requests: Sequence[PlannedRequest], clients: int) -> tuple[Run, Recording]:
