@@ -85,6 +85,7 @@ class ScriptedService:
         arrived_s: float | None = None,
         rules: TextRules = USUAL_TEXT,
         request_id: str | None = None,
+        session: str | None = None,
     ) -> Running:
         self.asked.append((prompt_ids, sampling))
         request = _Piecemeal(len(self.asked), len(prompt_ids), sampling, 0.0)

@@ -13,7 +13,7 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.admission.admission import Admission
 from fastgen.serving.engine.messages import EngineFacts
 from fastgen.serving.options import Limits
-from fastgen.serving.refusals import OverloadedError, TooLargeError
+from fastgen.serving.refusals import OverloadedError, TooLargeError, UnavailableError
 from fastgen.serving.request_limits import MAX_OPEN_LOGPROBS
 
 ANSWER = SamplingParams(max_new_tokens=10)
@@ -206,3 +206,44 @@ def test_a_new_engine_has_nothing_in_it() -> None:
 def test_limits_that_admit_no_request_are_refused(limits: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         Limits(**limits)
+
+
+def test_the_limits_count_the_requests_in_all_replicas() -> None:
+    door = Door(max_queued_requests=3)
+    door.admission.end()
+    for replica in ("a", "b"):
+        door.admission.begin(FACTS, replica)
+    admitted = [door.admission.admit(10, ANSWER) for _ in range(3)]
+    assert "3 requests wait" in str(door.refusal(10))
+    admitted[0].routed("b")
+    admitted[0].routed("a")
+    admitted[0].started()
+    admitted[1].ended()
+    for _ in range(2):
+        door.admission.admit(10, ANSWER)
+    door.refusal(10)
+    for replica in ("a", "b"):
+        door.admission.end(replica)
+    with pytest.raises(UnavailableError, match="no engine is ready"):
+        door.admission.admit(10, ANSWER)
+
+
+def test_a_request_waits_as_long_as_at_the_replica_that_it_goes_to() -> None:
+    door = Door(ttft_slo_s=1.0)
+    door.admission.end()
+    for replica in ("a", "b"):
+        door.admission.begin(FACTS, replica)
+        door.admission.observe(engine({1: 0.01, 512: 0.1}), replica)
+    first = door.admission.admit(4096, ANSWER)  # eight steps of 0.1 s, at one of the two
+    second = door.admission.admit(4096, ANSWER)  # at the other
+    first.routed("a")
+    second.routed("a")
+    prediction = door.admission.predict(512)
+    assert prediction is not None
+    assert prediction.ttft_s == pytest.approx(0.1), "b has nothing to do"
+    second.routed("b")
+    refusal = door.refusal(2048)
+    assert refusal.predicted_ttft_s is not None
+    assert 1.2 <= refusal.predicted_ttft_s < 1.25  # twelve steps, of which four have a decode more
+    first.ended()
+    door.admission.admit(2048, ANSWER)

@@ -20,6 +20,7 @@ from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.serving.clients.client import AsyncClient, Client, Protocols, connect
 from fastgen.serving.clients.deployments import Deployment, deployments
 from fastgen.serving.refusals import OverloadedError, UnauthorizedError
+from tests.serving.live_views import is_idle, live_views
 from tests.serving.server_process import served
 
 TLS = Path(__file__).with_name("tls")  # of these tests alone: a certificate for 127.0.0.1, and its key
@@ -116,20 +117,20 @@ def test_a_stream_comes_in_pieces(client: Client) -> None:
 def test_a_stream_runs_at_once_and_leaves_nothing_behind_where_it_is_left(
     client: Client, deployment: Deployment, how: str
 ) -> None:
-    def until(holds: Callable[[dict[str, Any]], bool]) -> None:
+    def until(holds: Callable[[list[dict[str, Any]]], bool]) -> None:
         deadline_s = time.monotonic() + 60
-        while not holds(httpx2.get(f"{deployment.address}/live", trust_env=False).json()["engine"]):
+        while not holds(list(live_views(deployment.address).values())):
             assert time.monotonic() < deadline_s
 
     stream = client.stream(PROMPTS[0], max_new_tokens=1900, temperature=0, ignore_eos=True, n=4)
     if "unread" in how:
-        until(lambda engine: engine["num_running"] > 0)
+        until(lambda engines: any(engine["num_running"] > 0 for engine in engines))
     else:
         next(stream)
     if "closed" in how:
         stream.close()
     del stream
-    until(lambda engine: engine["num_running"] == engine["num_waiting"] == sum(engine["blocks"]["held"]) == 0)
+    until(lambda engines: all(map(is_idle, engines)))
 
 
 def test_chat_is_that_of_the_library(llm: LLM, client: Client) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +17,7 @@ from grpc_tools import protoc
 
 from fastgen.serving.clients.deployments import Deployment
 from fastgen.serving.grpc import messages
+from tests.serving.live_views import is_idle, live_views
 
 LONG = 1900  # so many tokens that they take far longer than any deadline here
 WAIT_S = 60.0
@@ -55,10 +54,9 @@ def stub(generated: Any, channel: grpc.Channel) -> Any:
     return generated.rpc.GenerationStub(channel)
 
 
-def live(deployment: Deployment) -> dict[str, Any]:
-    """Returns the engine's present state."""
-    with urllib.request.urlopen(f"{deployment.address}/live") as response:
-        return json.load(response)["engine"]
+def live(deployment: Deployment) -> list[dict[str, Any]]:
+    """Returns the present state of each engine."""
+    return list(live_views(deployment.address).values())
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -66,11 +64,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "it did not come about"
         time.sleep(0.01)
-
-
-def is_idle(deployment: Deployment) -> bool:
-    engine = live(deployment)
-    return engine["num_running"] == engine["num_waiting"] == 0 and sum(engine["blocks"]["held"]) == 0
 
 
 def test_a_stub_of_the_shipped_file_generates(generated: Any, stub: Any) -> None:
@@ -163,9 +156,9 @@ def test_who_cancels_leaves_nothing_behind(generated: Any, stub: Any, deployment
         next(call)
     else:
         call = stub.Generate.future(request)
-    wait_for(lambda: live(deployment)["num_running"] > 0)
+    wait_for(lambda: any(engine["num_running"] > 0 for engine in live(deployment)))
     call.cancel()
-    wait_for(lambda: is_idle(deployment))
+    wait_for(lambda: all(map(is_idle, live(deployment))))
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -178,7 +171,7 @@ def test_a_deadline_ends_the_request_in_the_engine(
     with pytest.raises(grpc.RpcError) as late:
         list(stub.GenerateStream(request, timeout=0.3)) if is_stream else stub.Generate(request, timeout=0.3)
     assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    wait_for(lambda: is_idle(deployment))
+    wait_for(lambda: all(map(is_idle, live(deployment))))
 
 
 def test_only_who_has_the_token_ends_the_server(generated: Any, stub: Any, deployment: Deployment) -> None:

@@ -40,6 +40,8 @@ def recording_routes(service: Service) -> APIRouter:
         """
         places = [] if request is None else [*map(service.engine.place_of, service.recent.numbers(request))]
         answered = list(dict.fromkeys(place[0] for place in places if place is not None))
+        if replica is not None and replica not in {view.id for view in service.engine.replica_views()}:
+            raise HTTPException(404, f"there is no replica {replica!r:.200} now")
         named = replica or (answered[0] if answered else "") or None
         if named not in queries:
             queries[named] = SharedQuery(partial(service.recording, named))
