@@ -521,7 +521,7 @@ def test_of_several_replicas_one_is_looked_at(server: ServerProcess, visit: Open
         expect(rows).to_have_count(2)
         assert it.text("#replicas-note") == "1 of 2 ready"
         cells = [cell.strip() for cell in rows.first.locator("td").all_text_contents()]
-        assert cells == ["2", "1", "25 %", "1,234", "5"]
+        assert cells == ["2", "1", "25 %", "1.2K", "5"]
         assert rows.nth(1).locator("small").text_content() == "restarting"
         buttons = it.page.locator("#replicas button")
         expect(buttons.first).to_have_attribute("aria-pressed", "true")

@@ -2,6 +2,7 @@
 
 const byId = (id) => document.getElementById(id);
 const numbers = new Intl.NumberFormat("en");
+const short = new Intl.NumberFormat("en", { notation: "compact" });
 
 /** A row for each replica; `shown` is the id of the one that is looked at, and `choose` is called with another's. */
 export function showReplicas(replicas, shown, choose) {
@@ -41,7 +42,7 @@ function fill(row, replica, isShown) {
     numbers.format(replica.num_running),
     numbers.format(replica.num_waiting),
     replica.num_blocks ? `${Math.round((100 * replica.num_held_blocks) / replica.num_blocks)} %` : "–",
-    numbers.format(replica.outstanding_tokens),
+    short.format(replica.outstanding_tokens),
     numbers.format(replica.restarts),
   ];
   [...row.cells].slice(1).forEach((cell, place) => (cell.textContent = values[place]));

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +57,75 @@ def text_of(port: int, prompt: str) -> str:
     request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request) as answer:
         return str(json.load(answer)["choices"][0]["text"])
+
+
+@contextmanager
+def asking(port: int) -> Iterator[list[str]]:
+    """Sends requests one after the other from several threads, until the block is left. Yields the answers, or what
+    came in place of them. A connection that is refused or cut before an answer began is opened again, as clients do.
+    """
+    answers: list[str] = []
+    has_ended = threading.Event()
+
+    def ask() -> None:
+        while not has_ended.is_set():
+            try:
+                answers.append(text_of(port, "Once upon a time"))
+            except urllib.error.HTTPError as error:
+                answers.append(f"{error.code} {error.read().decode()}")
+            except OSError:
+                time.sleep(0.05)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield answers
+    finally:
+        has_ended.set()
+        for thread in threads:
+            thread.join()
+
+
+def until_more(answers: list[str], number: int = 20) -> None:
+    """Waits until more requests were answered."""
+    wanted, until_s = len(answers) + number, time.monotonic() + READY_S
+    while len(answers) < wanted:
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+
+
+def test_replicas_come_go_and_are_replaced_under_load(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    config = printed("--replicas", "2", "--num-threads", "1", "--memory", "1GiB", "--port", str(port))
+    (application,) = config["applications"]
+    replicas, file = application["deployments"][0], tmp_path / "fastgen.yaml"
+    with ray_cluster(num_cpus=3) as cluster:
+        replicas["num_replicas"] = 1
+        deploy(cluster, config, file)
+        wait_for(cluster, lambda each: each["status"] == "RUNNING")
+        expected = text_of(port, "Once upon a time")
+        with asking(port) as answers:
+            for number in (2, 1, 2):
+                replicas["num_replicas"] = number
+                deploy(cluster, config, file)
+                wait_for(cluster, lambda each, n=number: each["status"] == "RUNNING" and num_running(each) == n)
+                until_more(answers)
+            before = ids_of(wait_for(cluster, lambda each: num_running(each) == 2))
+            application["args"]["max_num_seqs"] = 8  # a rolling update of replicas and server
+            deploy(cluster, config, file)
+            wait_for(cluster, lambda each: each["status"] == "RUNNING" and not before & ids_of(each))
+            until_more(answers)
+        assert set(answers) == {expected}
+
+
+def ids_of(application: dict[str, Any]) -> set[str]:
+    """Returns the ids of all replicas of both deployments."""
+    return {
+        replica["replica_id"]
+        for deployment in application["deployments"].values()
+        for replica in deployment["replicas"]
+    }
 
 
 def test_the_printed_file_is_deployed_scaled_and_ended(tmp_path: Path) -> None:
