@@ -127,6 +127,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = kept
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _precompiled_header() -> None:
+    """Has g++ read its largest header precompiled, in this process and in those that tests start."""
+    from tests.precompiled import use_precompiled_header
+
+    use_precompiled_header()
+
+
 @pytest.fixture(scope="session")
 def record(request: pytest.FixtureRequest) -> Record:
     """Notes for docs/recipe-matrix.md what was measured; without ``--matrix`` nothing is kept."""

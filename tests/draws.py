@@ -5,11 +5,15 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 
 
+def number(cases: int, *, in_short: int) -> int:
+    """Returns ``cases``, or ``in_short`` where the same cases are drawn every time: see :func:`drawn`."""
+    return in_short if settings().derandomize else cases
+
+
 def drawn(cases: int, *, in_short: int) -> settings:
     """Returns settings for ``cases`` drawn cases, or for ``in_short`` of them where the same ones are drawn every time.
 
     `make test-all` and `make matrix` draw afresh, with ``--hypothesis-profile=fresh``, and have the time for all.
     """
-    repeats = settings().derandomize
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=in_short if repeats else cases, suppress_health_check=slow)
+    return settings(max_examples=number(cases, in_short=in_short), suppress_health_check=slow)

@@ -83,7 +83,9 @@ class EndpointOptions:
         ),
     ] = None
     with_server: Annotated[bool, Option("Start fastgen serve for the run, and measure it by HTTP.")] = False
-    endpoint: Annotated[str, Option("/v1/completions, or fastgen's own /generate.", metavar="PATH")] = "/v1/completions"
+    endpoint: Annotated[
+        str, Option("/v1/completions, /v1/chat/completions, or fastgen's own /generate.", metavar="PATH")
+    ] = "/v1/completions"
     served_model_name: Annotated[
         str | None, Option("The server's name of the model.", default="the first that it lists")
     ] = None

@@ -42,10 +42,11 @@ def calibrate(
         found = calibration_of(read_recording(recording))
     else:
         import fastgen
+        from fastgen.lab.devices.sights import sights_of
 
         assert model is not None
-        engine = fastgen.load(model, **load).release_engine()
-        found = measure(engine, model, seconds=seconds, seed=seed)
+        llm = fastgen.load(model, **load)
+        found = measure(llm.release_engine(), model, seconds=seconds, seed=seed, sights=sights_of(llm.spec))
     if output is not None:
         write_calibration(found, output)
     print(json.dumps(asdict(found)) if as_json else found.as_text())

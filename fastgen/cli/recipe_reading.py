@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,18 +17,13 @@ from rich.text import Text
 
 from fastgen.cli import options
 from fastgen.errors import FastgenError, InvalidArgumentError
-from fastgen.models.checkpoint.files import read_json_object
-from fastgen.models.recipe.recipe import Recipe
-from fastgen.models.registry.registry import named_recipe
-from fastgen.recipe_tools.diff.diff import Difference, recipe_differences
-from fastgen.recipe_tools.diff.lines import Line, lines_of
-from fastgen.recipe_tools.diff.specs import SpecDifference, spec_differences
-from fastgen.recipe_tools.explain.drawing import DEFAULT_WIDTH, MAX_WIDTH, Scene, draw
-from fastgen.recipe_tools.explain.explain import explain as explanation_of
-from fastgen.recipe_tools.explain.plain_text import from_here
-from fastgen.recipe_tools.explain.svg import as_svg
-from fastgen.recipe_tools.explain.text import cells
-from fastgen.recipe_tools.explain.wrap import wrapped
+
+if TYPE_CHECKING:
+    from fastgen.models.recipe.recipe import Recipe
+    from fastgen.recipe_tools.diff.diff import Difference
+    from fastgen.recipe_tools.diff.lines import Line
+    from fastgen.recipe_tools.diff.specs import SpecDifference
+    from fastgen.recipe_tools.explain.drawing import Scene
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Config = Annotated[
@@ -50,6 +45,9 @@ def diff(
 
     The exit status is 0 if nothing differs, 1 if something does, 2 if they could not be compared.
     """
+    from fastgen.models.registry.registry import named_recipe
+    from fastgen.recipe_tools.diff.lines import lines_of
+
     try:
         recipes = named_recipe(a), named_recipe(b)
         found = _differences(*recipes, config)
@@ -81,6 +79,13 @@ def explain(
 
     With --config: the model that it makes of that configuration, conditions and expressions resolved.
     """
+    from fastgen.models.registry.registry import named_recipe
+    from fastgen.recipe_tools.explain.drawing import MAX_WIDTH, draw
+    from fastgen.recipe_tools.explain.explain import explain as explanation_of
+    from fastgen.recipe_tools.explain.plain_text import from_here
+    from fastgen.recipe_tools.explain.svg import as_svg
+    from fastgen.recipe_tools.explain.wrap import wrapped
+
     recipe = named_recipe(name)
     content, file = (None, "") if config is None else _read_config(config)
     explanation = explanation_of(recipe, content, config_file=file, **accepted)
@@ -105,6 +110,9 @@ def explain(
 
 
 def _differences(a: Recipe, b: Recipe, config: Path | None) -> Sequence[Difference | SpecDifference]:
+    from fastgen.recipe_tools.diff.diff import recipe_differences
+    from fastgen.recipe_tools.diff.specs import spec_differences
+
     if config is None:
         return recipe_differences(a, b)
     content, file = _read_config(config)
@@ -112,12 +120,16 @@ def _differences(a: Recipe, b: Recipe, config: Path | None) -> Sequence[Differen
 
 
 def _read_config(config: Path) -> tuple[Mapping[str, Any], str]:
+    from fastgen.models.checkpoint.files import read_json_object
+
     file = config / "config.json" if config.is_dir() else config
     return read_json_object(file), str(file)
 
 
 def _console() -> Console:
     """Returns a console that prints lines as they are, without wrapping them."""
+    from fastgen.recipe_tools.explain.drawing import DEFAULT_WIDTH
+
     console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = DEFAULT_WIDTH
@@ -131,6 +143,8 @@ def _print_lines(lines: Iterator[Line]) -> None:
 
 
 def _rows(scene: Scene) -> Iterator[Text]:
+    from fastgen.recipe_tools.explain.text import cells
+
     for row in cells(scene):
         text = Text()
         for character, style in row:

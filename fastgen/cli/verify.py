@@ -17,8 +17,6 @@ from rich.table import Table
 
 from fastgen.cli import options
 from fastgen.errors import InvalidArgumentError
-from fastgen.models.recipe.spelling import quoted
-from fastgen.models.resolve.config_keys import INERT
 
 if TYPE_CHECKING:
     from torch import nn
@@ -114,6 +112,7 @@ def _made_by(file: Path, function: str, target: str) -> nn.Module:
     from torch import nn
 
     from fastgen.models.checkpoint.hub import locate
+    from fastgen.models.recipe.spelling import quoted
 
     def error(problem: str) -> InvalidArgumentError:
         return InvalidArgumentError(f"--reference {file}:{function}: {problem}")
@@ -190,6 +189,8 @@ def _on(report: Report, of: _Of) -> str:
 
 
 def _print_finding(console: Console, report: Report, finding: Finding, of: _Of) -> None:
+    from fastgen.models.resolve.config_keys import INERT
+
     where = f"{finding.node}" if finding.node else f"{report.recipe} (no single node)"
     console.print(f"✗ {where}")
     console.print(f"  {finding.message}")

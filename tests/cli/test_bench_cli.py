@@ -52,6 +52,18 @@ def test_a_run_is_printed_and_written(run: Run, tmp_path: Path) -> None:
     assert facts == json.loads(json.dumps(summarize(found, slo=SLO(ttft_ms=2000, tpot_ms=1000)).as_json()))
 
 
+def test_chats_are_measured_as_well(run: Run) -> None:
+    chat = ("--endpoint", "/v1/chat/completions")
+    with fake_endpoint() as fake:
+        done = run("bench", "serve", "--base-url", f"{fake.url}/v1", *SMALL, *chat, "--json")
+        refused = run("bench", "serve", "--base-url", fake.url, *chat)
+    assert done.status == 0, done.err
+    facts = json.loads(done.out)
+    assert (facts["completed"], facts["target"]["endpoint"], facts["target"]["prompts"]) == (12, chat[1], "messages")
+    assert refused.status == 1
+    assert "takes messages of text, not token ids: name the model's tokenizer (--tokenizer)" in refused.err
+
+
 def test_open_loops_are_those_of_the_flags(run: Run) -> None:
     def load(*flags: str) -> dict[str, object]:
         with fake_endpoint() as fake:

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,12 +30,20 @@ ONCE = [
     *((HERE, each) for each in FORMATS),
     *((arch, each) for arch in NATIVE[1:] if arch != "avx512" for each in ("fp32", "int8")),
 ]
+# What experts add to a plain layer is the same on every instruction set, so these are enough for the fast tests.
+ROUTED_ONCE = [each for each in ONCE if each[0] in (HERE, *EMULATED)]
 ALL = [(arch, each) for arch in ARCHES for each in formats_of(arch)]
-KERNELS = [pytest.param((arch, each), id=f"{arch}-{each}") for arch, each in ONCE] + [
-    pytest.param((arch, each), id=f"{arch}-{each}", marks=pytest.mark.slow)
-    for arch, each in ALL
-    if (arch, each) not in ONCE
-]
+
+
+def kernels(fast: list[tuple[str, WeightFormat]]) -> list[Any]:
+    """Returns all instruction sets and formats as parameters of a test, those of ``fast`` for the fast tests."""
+    return [
+        pytest.param(each, id="-".join(each), marks=() if each in fast else pytest.mark.slow)
+        for each in [*fast, *(each for each in ALL if each not in fast)]
+    ]
+
+
+KERNELS = kernels(ONCE)
 # Of the sum of the products' magnitudes. In int8 only the last three operations are rounded, in both alike.
 TOLERANCE = {"int8": 1e-7, "int4": 1e-6}
 MAX_ROWS, MAX_IN = 300, 5000

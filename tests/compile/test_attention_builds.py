@@ -20,6 +20,12 @@ from tests.compile.attention_cases import SHIPPED, shape_of
 from tests.compile.sass import exponentials_within_products, instructions, loops
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of kernels, which several tests look at."""
+    return tmp_path_factory.mktemp("kernels")
+
+
 def report(spec: KernelSpec, arch: str, directory: Path) -> dict[str, Any]:
     loader = KernelLoader(TritonBuilder(arch), cache=KernelCache(directory))
     (entry,) = loader.build([spec])
@@ -34,17 +40,15 @@ def check_build(spec: KernelSpec, arch: str, directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("arch", "head_dim"), [("sm_80", 128), ("sm_90", 128)])
-def test_prompts_use_tensor_cores_and_spill_nothing(arch: str, head_dim: int, tmp_path: Path) -> None:
+def test_prompts_use_tensor_cores_and_spill_nothing(arch: str, head_dim: int, built: Path) -> None:
     shape = AttentionShape(32, 8, head_dim, 64, "bf16", head_dim**-0.5)
-    found = check_build(attention_specs(shape, max_num_seqs=256, arch=arch).chunks, arch, tmp_path)
+    found = check_build(attention_specs(shape, max_num_seqs=256, arch=arch).chunks, arch, built)
     assert found["matrix_instructions"].get("wgmma" if arch == "sm_90" else "mma", 0) > 0
 
 
 @pytest.mark.parametrize("block_size", [pytest.param(16, marks=pytest.mark.slow), 64])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_prompts_compute_exponentials_while_the_next_product_runs(
-    head_dim: int, block_size: int, tmp_path: Path
-) -> None:
+def test_prompts_compute_exponentials_while_the_next_product_runs(head_dim: int, block_size: int, built: Path) -> None:
     """In the loop over tiles that every row sees: behind the first product of the next tile's keys, and before the wait
     for these products. Otherwise a tile's exponentials stand behind the wait."""
     shape, found = AttentionShape(32, 8, head_dim, block_size, "bf16", head_dim**-0.5), {}
@@ -52,7 +56,7 @@ def test_prompts_compute_exponentials_while_the_next_product_runs(
     for ahead in (True, False):
         tiling = replace(chunk_tiling(shape, "sm_90"), ahead=ahead)
         spec = attention_specs(shape, max_num_seqs=256, arch="sm_90", chunk=tiling).chunks
-        loader = KernelLoader(TritonBuilder("sm_90"), cache=KernelCache(tmp_path))
+        loader = KernelLoader(TritonBuilder("sm_90"), cache=KernelCache(built))
         (entry,) = loader.build([spec])
         assert entry.report["spill_bytes"] == 0
         assert entry.report["shared_bytes"] <= entry.report["shared_limit_bytes"]
@@ -63,9 +67,9 @@ def test_prompts_compute_exponentials_while_the_next_product_runs(
     assert found[False] == 0
 
 
-def test_decodes_fit_as_many_programs_as_they_are_planned_for(tmp_path: Path) -> None:
+def test_decodes_fit_as_many_programs_as_they_are_planned_for(built: Path) -> None:
     shape = AttentionShape(32, 8, 128, 64, "bf16", 128**-0.5)
-    check_residency(shape, "sm_90", tmp_path)
+    check_residency(shape, "sm_90", built)
 
 
 def check_residency(shape: AttentionShape, arch: str, directory: Path) -> None:
@@ -83,20 +87,20 @@ def check_residency(shape: AttentionShape, arch: str, directory: Path) -> None:
         ("Gemma 2, small blocks", "sm_90", "chunks"),
     ],
 )
-def test_keys_gathered_from_small_blocks_spill_nothing(name: str, arch: str, kernel: str, tmp_path: Path) -> None:
-    check_build(getattr(attention_specs(SHIPPED[name], max_num_seqs=256, arch=arch), kernel), arch, tmp_path)
+def test_keys_gathered_from_small_blocks_spill_nothing(name: str, arch: str, kernel: str, built: Path) -> None:
+    check_build(getattr(attention_specs(SHIPPED[name], max_num_seqs=256, arch=arch), kernel), arch, built)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942"])
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_default_on_every_target(name: str, arch: str, tmp_path: Path) -> None:
+def test_every_default_on_every_target(name: str, arch: str, built: Path) -> None:
     specs = attention_specs(SHIPPED[name], max_num_seqs=256, arch=arch)
-    chunks = check_build(specs.chunks, arch, tmp_path)
+    chunks = check_build(specs.chunks, arch, built)
     assert chunks["matrix_instructions"] or SHIPPED[name].dtype == "fp32"
-    check_residency(SHIPPED[name], arch, tmp_path)
+    check_residency(SHIPPED[name], arch, built)
     for spec in (specs.plan, specs.combine):
-        check_build(spec, arch, tmp_path)
+        check_build(spec, arch, built)
 
 
 # Specs

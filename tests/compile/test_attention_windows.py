@@ -15,6 +15,7 @@ from fastgen.compile.build.cpp import CppBuilder
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.ops.attention.tiling import Tiling
 from fastgen.compile.ops.attention.triton import MAX_DECODE_QUERIES
+from tests.compile.arches import WIDTHS
 from tests.compile.attention_cases import TOLERANCE, Case, Rows, differences_of_one_subject, shape_of
 from tests.compile.test_cpp_attention import ARCHES, HERE, Batch, assert_close, with_features
 
@@ -81,7 +82,7 @@ def lengths_at_every_place(window: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("arch", "feature", "window"),
     [
-        *((arch, None, 100) for arch in ARCHES),
+        *(pytest.param(arch, None, 100, marks=() if arch in WIDTHS else pytest.mark.slow) for arch in ARCHES),
         *((HERE, feature, window) for feature, window in (("bf16", 100), ("odd blocks", 100), (None, 600))),
         *(
             pytest.param(arch, feature, window, marks=pytest.mark.slow)

@@ -14,6 +14,7 @@ from fastgen.compile.host import device
 from fastgen.compile.host.thread_pool import load_thread_pool
 from fastgen.compile.ops.activation.cpp import ActivationKernel, activation_spec
 from fastgen.compile.ops.activation.reference import ACTIVATIONS, activate, activate_and_multiply
+from tests.compile.arches import HERE, WIDTHS
 
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(cpp_arch(device.current("cpu"))) :]
 # The distinct functions, under one of their names.
@@ -22,7 +23,7 @@ EVERYWHERE = (("silu", True), ("gelu", False))
 # Each is a kernel to build; of the instruction sets that are not this machine's best a few.
 CASES = [
     pytest.param(arch, kind, gated, id=f"{kind}-{'gated' if gated else 'plain'}-{arch}",
-                 marks=[] if arch == ARCHES[0] or (kind, gated) in EVERYWHERE else pytest.mark.slow)
+                 marks=() if arch in WIDTHS and (arch == HERE or (kind, gated) in EVERYWHERE) else pytest.mark.slow)
     for arch in ARCHES
     for kind in KINDS.values()
     for gated in (False, True)

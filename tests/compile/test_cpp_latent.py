@@ -18,6 +18,7 @@ from fastgen.compile.ops.norm.reference import layer_norm, rms_norm
 from fastgen.compile.ops.qkv.head_norm import HeadNorm
 from fastgen.compile.ops.rotary.reference import apply_rotary
 from fastgen.compile.spec import torch_dtype
+from tests.compile.arches import WIDTHS
 
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(cpp_arch(device.current("cpu"))) :]
 MAX_POSITIONS = 50
@@ -60,7 +61,7 @@ def drawn_shape(seed: int) -> Shape:
 
 
 CASES = [
-    pytest.param(arch, seed, marks=[] if seed < (4 if arch == ARCHES[0] else 1) else pytest.mark.slow)
+    pytest.param(arch, seed, marks=[] if seed < (4 if arch == ARCHES[0] else arch in WIDTHS) else pytest.mark.slow)
     for arch in ARCHES
     for seed in range(12)
 ]

@@ -13,6 +13,7 @@ from torch import Tensor
 from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
 from fastgen.compile.host import device
 from fastgen.compile.render import inline_headers
+from tests.compile.arches import in_each_width
 
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(cpp_arch(device.current("cpu"))) :]
 LANES = {"amx": 16, "avx512bf16": 16, "avx512vnni": 16, "avx512": 16, "avx2": 8, "portable": 4}
@@ -41,7 +42,7 @@ def build(arch: str, directory: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(directory / "functions.so"))
 
 
-@pytest.fixture(scope="module", params=ARCHES)
+@pytest.fixture(scope="module", params=in_each_width(ARCHES))
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return build(request.param, tmp_path_factory.mktemp(request.param))
 

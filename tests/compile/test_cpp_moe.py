@@ -16,6 +16,7 @@ from fastgen.compile.ops.experts.cpp import CombineKernel, RouteKernel, SortKern
 from fastgen.compile.ops.experts.reference import combine, route, sort_by_expert
 from fastgen.compile.ops.softcap.cpp import SoftcapKernel, softcap_spec
 from fastgen.compile.ops.softcap.reference import soft_cap
+from tests.compile.arches import WIDTHS, in_each_width
 
 HERE = cpp_arch(device.current("cpu"))
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(HERE) :]
@@ -36,7 +37,7 @@ def drawn_options(seed: int) -> tuple[int, dict[str, Any]]:
 
 
 ROUTES = [
-    pytest.param(arch, seed, marks=[] if seed < (6 if arch == HERE else 1) else pytest.mark.slow)
+    pytest.param(arch, seed, marks=[] if seed < (6 if arch == HERE else arch in WIDTHS) else pytest.mark.slow)
     for arch in ARCHES
     for seed in range(30)
 ]
@@ -116,7 +117,7 @@ def test_combine(loaders: dict[str, KernelLoader], shared: bool, gated: bool, to
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("arch", in_each_width(ARCHES))
 def test_soft_cap(loaders: dict[str, KernelLoader], arch: str) -> None:
     kernel = SoftcapKernel(loaders[arch].load(softcap_spec(30.0, arch)))
     for size in (0, 1, 17, 2**14 - 1, 2**14 + 1, 50_000):

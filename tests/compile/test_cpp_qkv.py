@@ -19,6 +19,7 @@ from fastgen.compile.ops.qkv.cpp import QkvKernel, qkv_spec
 from fastgen.compile.ops.qkv.head_norm import HeadNorm
 from fastgen.compile.ops.rotary.reference import apply_rotary
 from fastgen.compile.spec import KernelSpec, torch_dtype
+from tests.compile.arches import WIDTHS
 
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(cpp_arch(device.current("cpu"))) :]
 MAX_POSITIONS = 50
@@ -78,7 +79,9 @@ SHAPES = [
 FAST = {0, 7, 14, 21, 28, 35, 36, 40, 44}  # every norm, every rotation
 CASES = [
     pytest.param(
-        arch, shape, marks=[] if (index in FAST and ARCHES[0] == arch) or index in (14, 44) else pytest.mark.slow
+        arch,
+        shape,
+        marks=[] if index in (FAST if ARCHES[0] == arch else (14, 44) if arch in WIDTHS else ()) else pytest.mark.slow,
     )
     for arch in ARCHES
     for index, shape in enumerate(SHAPES)

@@ -19,11 +19,12 @@ from fastgen.compile.weights.packed import PackedWeight, WeightFormat
 from tests.compile.linear_cases import (
     ALL,
     HERE,
-    KERNELS,
     MAX_IN,
     MAX_ROWS,
+    ROUTED_ONCE,
     Layer,
     draw,
+    kernels,
     loader,
     pool_as_it_was,
     sanitize,
@@ -78,7 +79,7 @@ def draw_choices(rng: random.Random, num_tokens: int, num_experts: int, top_k: i
     return torch.tensor(chosen, dtype=torch.int64).view(num_tokens, top_k)
 
 
-by_kernel = pytest.mark.parametrize("make", KERNELS, indirect=True)
+by_kernel = pytest.mark.parametrize("make", kernels(ROUTED_ONCE), indirect=True)
 
 
 @by_kernel

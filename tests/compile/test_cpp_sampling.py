@@ -30,6 +30,7 @@ from fastgen.compile.ops.sampling.reference import (
     sample,
     uniforms,
 )
+from tests.compile.arches import in_each_width
 
 HERE = cpp_arch(device.current("cpu"))
 # Those whose instructions this machine has.
@@ -56,7 +57,7 @@ def pool() -> Iterator[ThreadPool]:
     pool.resize(before)
 
 
-@pytest.fixture(params=ARCHES)
+@pytest.fixture(params=in_each_width(ARCHES))
 def arch(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

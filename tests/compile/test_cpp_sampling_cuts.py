@@ -9,10 +9,11 @@ import torch
 
 from fastgen.compile.ops.sampling.cpp import RowSampling, SampledRow
 from fastgen.compile.ops.sampling.reference import sample
+from tests.compile.arches import in_each_width
 from tests.compile.test_cpp_sampling import ARCHES, draws, kernel_for
 
 
-@pytest.fixture(params=ARCHES)
+@pytest.fixture(params=in_each_width(ARCHES))
 def arch(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

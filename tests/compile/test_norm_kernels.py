@@ -17,6 +17,7 @@ from fastgen.compile.host.thread_pool import load_thread_pool
 from fastgen.compile.ops.norm import cpp, triton
 from fastgen.compile.ops.norm.reference import layer_norm, rms_norm
 from fastgen.compile.spec import KernelSpec, torch_dtype
+from tests.compile.arches import in_each_width
 from tests.compile.norms import norm_kernel, norm_spec
 
 SEED = 20
@@ -84,7 +85,7 @@ def check_norm(kernel: cpp.NormKernel | triton.NormKernel, spec: KernelSpec, num
     torch.testing.assert_close(out[:-1].float(), want, rtol=tolerance, atol=1e-5, msg=lambda text: f"{spec}: {text}")
 
 
-@pytest.mark.parametrize("arch", RUNNABLE)
+@pytest.mark.parametrize("arch", in_each_width(RUNNABLE))
 def test_norms_in_cpp_compute_what_the_reference_does(cache, arch) -> None:
     loader = KernelLoader(CppBuilder(arch), cache=cache)
     load_thread_pool(loader)

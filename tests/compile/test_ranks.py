@@ -18,6 +18,7 @@ from fastgen.compile.host.rank_memory import RankMemory, SharedRanks
 from fastgen.compile.host.ranks import share
 from fastgen.compile.ops.ranks.cpp import AllReduceKernel, GatherKernel, all_reduce_spec, gather_columns_spec
 from fastgen.errors import RankError
+from tests.compile.arches import in_each_width
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ def test_ranks_sum_in_their_order(count: int, dtype: torch.dtype) -> None:
             assert torch.equal(found, in_order(given))
 
 
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("arch", in_each_width(ARCHES))
 def test_a_kernel_sums_to_the_same_bits(arch: str) -> None:
     kernel = KernelLoader(CppBuilder(arch)).load(all_reduce_spec(arch))
     for count in COUNTS:

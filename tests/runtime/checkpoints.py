@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LlamaConfig,
@@ -19,9 +20,19 @@ from transformers import (
 import fastgen
 from tests.reference import randomise, save
 
+FAMILIES = ("llama", "mistral", "opt")
 VOCAB_SIZE = 151
 MAX_POSITIONS = 160
 WINDOW = 11
+
+
+def families(*fast: str, of: tuple[str, ...] = FAMILIES) -> list[Any]:
+    """Returns parameters for the families ``of``, those that are not ``fast`` for the slow tests alone.
+
+    What a test of schedules sees of a family is its KV groups: ``mistral`` has a window, which frees blocks under way,
+    ``llama`` and ``opt`` have none. What each computes is compared with the reference in ``tests/models``.
+    """
+    return [pytest.param(each, marks=[] if each in fast else pytest.mark.slow) for each in of]
 
 
 def save_checkpoint(family: str, directory: Path, *, vocab_size: int = VOCAB_SIZE) -> Path:

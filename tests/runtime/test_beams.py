@@ -27,7 +27,7 @@ from fastgen.runtime.llm import LLM
 from fastgen.runtime.requests.sampled import Candidate
 from fastgen.runtime.sampling.beam_search import BeamSearch, num_candidates
 from tests.reference import TOLERANCE
-from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer
+from tests.runtime.checkpoints import VOCAB_SIZE, families, save_checkpoint, save_tokenizer
 
 EOS = 2
 LONGEST = 14  # new tokens
@@ -35,7 +35,7 @@ LONGEST = 14  # new tokens
 MARGIN = 1e-3
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "opt"])
+@pytest.fixture(scope="module", params=families("mistral"))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
     save_tokenizer(directory)

@@ -28,7 +28,7 @@ from fastgen.runtime.sampling import kept_formats
 from fastgen.runtime.sampling.matcher import CompiledFormat, Matcher
 from fastgen.runtime.step import late_masks
 from fastgen.runtime.step.step import Step
-from tests.runtime.checkpoints import save_checkpoint
+from tests.runtime.checkpoints import families, save_checkpoint
 from tests.runtime.constrained import (
     EOS,
     KNOWN_CASES,
@@ -72,7 +72,7 @@ def drawn_request(index: int) -> tuple[list[int], SamplingParams]:
 PROMPTS, SAMPLINGS = zip(*map(drawn_request, range(4 * max(len(WAYS), len(KNOWN_CASES)))), strict=True)
 
 
-@pytest.fixture(scope="module", params=["llama", "opt"])
+@pytest.fixture(scope="module", params=families("llama", of=("llama", "opt")))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_writer(request.param, tmp_path_factory.mktemp(request.param))
 

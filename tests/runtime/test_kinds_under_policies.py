@@ -14,6 +14,7 @@ from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.scheduling.policies import POLICIES, DynamicBatching, StaticBatching
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.step.step import Step
+from tests.runtime.checkpoints import families
 from tests.runtime.constrained import VOCAB_SIZE, pattern, save_writer
 
 LONGEST = 16  # new tokens
@@ -43,7 +44,7 @@ def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
 REQUESTS = requests(4 * len(KINDS))
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral"])
+@pytest.fixture(scope="module", params=families("mistral", of=("llama", "mistral")))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_writer(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -123,9 +123,12 @@ def test_every_part_is_what_the_engine_holds(find: Find, model: str, build: str)
     assert by_modules == step
 
 
-@pytest.mark.parametrize("model", ["Gemma2", "Qwen3Moe", "DeepseekV3", "opt"])
-def test_steps_of_all_sizes_share_the_room_of_the_largest(find: Find, model: str) -> None:
-    with fastgen.load(find(model), target="cpp", token_budget=4096, max_model_len=90) as llm:
+@pytest.mark.parametrize(
+    ("model", "build"),
+    [("Gemma2", "cpp fp32"), ("Qwen3Moe", "cpp int4"), ("DeepseekV3", "cpp bf16"), ("opt", "cpp fp32")],
+)
+def test_steps_of_all_sizes_share_the_room_of_the_largest(find: Find, model: str, build: str) -> None:
+    with fastgen.load(find(model), token_budget=4096, max_model_len=90, **BUILDS[build]) as llm:
         prompts = [[index] * 89 for index in range(60)]
         for num_prompts in (1, 7, 60, 3):
             llm.generate(prompts[:num_prompts], max_new_tokens=1)

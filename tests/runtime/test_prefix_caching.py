@@ -17,7 +17,7 @@ from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.step.step import Step
 from tests.runtime import test_same_answer_cpp as cpp
-from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, small_cache
+from tests.runtime.checkpoints import VOCAB_SIZE, families, save_checkpoint, small_cache
 from tests.runtime.test_same_answer import num_certain_tokens, poison
 
 BLOCK_SIZE = 4
@@ -205,7 +205,7 @@ def test_the_same_bits_as_without_a_cache(family: str, tmp_path: Path) -> None:
         assert (sum(output.metrics.preemptions for output in found) >= 3) == (name == "little")
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", families("mistral", of=("llama", "mistral")))
 def test_the_same_tokens_on_the_reference(family: str, tmp_path: Path) -> None:
     save_checkpoint(family, tmp_path)
     prompts, samplings = drawn_requests(VOCAB_SIZE, longest=80)

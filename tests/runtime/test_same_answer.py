@@ -22,7 +22,7 @@ from fastgen.runtime.kv_cache.block_pool import PADDING_BLOCK
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.scheduling.policies import DynamicBatching, Policy
 from fastgen.runtime.step.step import Step
-from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, small_cache
+from tests.runtime.checkpoints import VOCAB_SIZE, families, save_checkpoint, small_cache
 
 MARGIN = 1e-3
 NUM_REQUESTS = 41
@@ -42,7 +42,7 @@ SAMPLINGS = [
 SMALL_CACHE = 7 * 16  # tokens: the largest request takes 100, so that they keep preempting each other
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "opt"])
+@pytest.fixture(scope="module", params=families("mistral", "opt"))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -17,7 +17,7 @@ import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.scheduling.policies import splitfuse
-from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer, small_cache
+from tests.runtime.checkpoints import VOCAB_SIZE, families, save_checkpoint, save_tokenizer, small_cache
 
 NUM_REQUESTS = 41
 LONGEST = 60  # tokens of prompt and answer
@@ -55,7 +55,7 @@ def drawn_request(index: int) -> tuple[list[int], SamplingParams]:
 PROMPTS, SAMPLINGS = zip(*map(drawn_request, range(NUM_REQUESTS)), strict=True)
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "opt"])
+@pytest.fixture(scope="module", params=families("mistral"))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
     save_tokenizer(directory)

@@ -12,7 +12,7 @@ import fastgen
 from fastgen import GenerationOutput
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.step.step import Step
-from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, small_cache
+from tests.runtime.checkpoints import VOCAB_SIZE, families, save_checkpoint, small_cache
 from tests.runtime.test_same_answer import (
     NUM_REQUESTS,
     PROMPTS,
@@ -24,7 +24,7 @@ from tests.runtime.test_same_answer import (
 )
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "opt"])
+@pytest.fixture(scope="module", params=families("mistral"))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 

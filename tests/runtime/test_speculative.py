@@ -25,7 +25,7 @@ from tests.reference import randomise, save
 from tests.runtime import test_same_answer as same_answer
 from tests.runtime import test_same_answer_fields as fields
 from tests.runtime import test_same_answer_triton as triton
-from tests.runtime.checkpoints import save_checkpoint, save_tokenizer
+from tests.runtime.checkpoints import families, save_checkpoint, save_tokenizer
 from tests.runtime.test_same_answer import num_certain_tokens
 
 
@@ -77,7 +77,7 @@ class Watched:
 # Every sampling field, on kernels: the same bits
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral"])
+@pytest.fixture(scope="module", params=families("mistral", of=("llama", "mistral")))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
     save_tokenizer(directory)

@@ -12,7 +12,9 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from typer.testing import CliRunner, Result
 
+from fastgen.cli import app
 from fastgen.runtime.flight.recording_file import parse_recording
 from fastgen.runtime.flight.replay import first_difference
 from fastgen.serving import recent_requests
@@ -24,8 +26,14 @@ PROMPT = "Once upon a time"
 
 
 def why(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``fastgen why`` as a person does, in a process of its own."""
     command = [sys.executable, "-m", "fastgen", "why", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+
+
+def why_here(*arguments: str) -> Result:
+    """Runs ``fastgen why`` in this process, which has imported it."""
+    return CliRunner().invoke(app, ["why", *arguments])
 
 
 def test_a_request_is_explained_by_the_id_of_its_answer(server: ServerProcess, deployment: Deployment) -> None:
@@ -41,9 +49,9 @@ def test_a_request_is_explained_by_the_id_of_its_answer(server: ServerProcess, d
     done = why(server.address, two.id, "--json")
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["new_tokens"] for line in done.stdout.splitlines()] == [7, 7]
-    for found in (why(deployment.name, "my-own"), why(server.address, chat.id)):
-        assert "5 new tokens" in found.stdout, found.stderr
-    assert "4 new tokens" in why(server.address, answer.id).stdout
+    for shown in (why_here(deployment.name, "my-own"), why_here(server.address, chat.id)):
+        assert "5 new tokens" in shown.output
+    assert "4 new tokens" in why_here(server.address, answer.id).output
     unknown = why(server.address, "chatcmpl-nobody")
     assert (unknown.returncode, "no request with the id 'chatcmpl-nobody'" in unknown.stderr) == (1, True)
     recording = httpx2.get(f"{server.address}/recording")
@@ -69,8 +77,8 @@ def test_requests_that_overtake_one_whose_format_is_compiled_are_answered_and_ex
             return list(await asyncio.gather(*sent))
 
     assert [answer.status_code for answer in asyncio.run(answers())] == [200] * 9
-    num_tokens = [json.loads(why(server.address, f"overtaking-{n}", "--json").stdout)["new_tokens"] for n in range(9)]
-    assert num_tokens == [3, *range(4, 12)]
+    facts = [json.loads(why_here(server.address, f"overtaking-{number}", "--json").output) for number in range(9)]
+    assert [each["new_tokens"] for each in facts] == [3, *range(4, 12)]
 
 
 def test_it_needs_the_key() -> None:

@@ -8,7 +8,9 @@ import pytest
 
 from fastgen.models.recipe.recipe import Recipe, load_recipe
 from fastgen.verify import verify
+from tests.draws import number
 
+CONFIGS = number(20, in_short=8)
 RECIPES = Path(__file__).parents[2] / "recipes"
 ATTEND = "model.layers.residual.attend"
 TRANSFORM = "model.layers.residual.transform"
@@ -88,7 +90,7 @@ def test_mistakes_are_found_at_their_node(
     tmp_path: Path, name: str, old: str, new: str, node: str, cause: str | None
 ) -> None:
     recipe = mutated(tmp_path, name, old, new)
-    report = verify(recipe)
+    report = verify(recipe, configs=CONFIGS)
     finding = report.finding
     assert finding is not None, f"not noticed: {old} -> {new}"
     assert finding.node is not None

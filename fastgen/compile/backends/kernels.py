@@ -21,8 +21,10 @@ class KernelSet:
 
     def kernel(self, spec: KernelSpec) -> Kernel:
         """Returns the kernel of ``spec``; it can be called after :meth:`build`."""
-        later = self._kernels.setdefault(spec, _LaterKernel(spec))
-        later.spec = replace(spec, needed_by=tuple(dict.fromkeys((*later.spec.needed_by, *spec.needed_by))))
+        if (later := self._kernels.get(spec)) is None:
+            later = self._kernels[spec] = _LaterKernel(spec)
+        elif not {*spec.needed_by} <= {*later.spec.needed_by}:
+            later.spec = replace(spec, needed_by=tuple(dict.fromkeys((*later.spec.needed_by, *spec.needed_by))))
         return later
 
     def specs(self) -> list[KernelSpec]:

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NamedTuple
@@ -142,7 +143,9 @@ class TritonBuilder:
         if self._gpu is not None and triton.knobs.runtime.interpret:
             raise RuntimeError("this process interprets Triton kernels: it was started with TRITON_INTERPRET=1")
         function, compiled = getattr(_import(entry), spec.name), None
-        if self._gpu is not None:
+        if self._gpu is None:
+            _omit_unread_checks()
+        else:
             with _loading, modules_from(self.modules, spec.digest):
                 here = triton.runtime.driver.active.get_current_target()
                 if (here.backend, here.arch) != (self._gpu.backend, self._gpu.arch):
@@ -197,6 +200,15 @@ def _import(entry: Entry) -> ModuleType:
     module = ModuleType(f"{_PACKAGE}.{entry.directory.name}")
     exec(compile(entry.source.read_text(encoding="utf-8"), str(entry.source), "exec"), module.__dict__)
     return module
+
+
+def _omit_unread_checks() -> None:
+    """Omits the interpreter's checks for overflow, half of its time: outside of debug mode it drops their result."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    options = interpreter_builder.options
+    if options.sanitize_overflow and not options.debug:
+        interpreter_builder.options = replace(options, sanitize_overflow=False)
 
 
 def _load_binary(function: Any, spec: KernelSpec, options: Mapping[str, Any], files: type[FlatCache]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,6 +25,14 @@ META = torch.device("meta")
 _MAKES = {
     *(_ATEN.empty.memory_format, _ATEN.empty_like.default, _ATEN.empty_strided.default),
     *(_ATEN.new_empty.default, _ATEN.new_empty_strided.default),
+}
+_ARITHMETIC = {
+    *(_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.pow.Tensor_Scalar, _ATEN.rsqrt.default),
+    *(_ATEN.floor_divide.default, _ATEN.remainder.Scalar, _ATEN.relu.default),
+}
+_COMPARISONS = {
+    *(_ATEN.gt.Tensor, _ATEN.ge.Tensor, _ATEN.lt.Tensor, _ATEN.le.Tensor, _ATEN.eq.Tensor, _ATEN.ne.Tensor),
+    *(_ATEN.gt.Scalar, _ATEN.ge.Scalar, _ATEN.lt.Scalar, _ATEN.le.Scalar, _ATEN.eq.Scalar, _ATEN.ne.Scalar),
 }
 
 
@@ -160,6 +169,10 @@ def _described(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     whose results torch would describe in Python, for which it imports its compiler, are described here."""
     if func is _ATEN.empty_like.default and kwargs.get("memory_format") in (None, torch.contiguous_format):
         return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=META)
+    if (made := _of_each_element(func, args, kwargs)) is not None:
+        return made
+    if func is _ATEN.new_zeros.default:
+        return torch.empty(args[1], dtype=kwargs.get("dtype") or args[0].dtype, device=META)
     if func in _MAKES:
         return func(*args, **{**kwargs, "device": META, "pin_memory": False})
     if func is _ATEN.bincount.default and args[0].is_meta:
@@ -167,6 +180,26 @@ def _described(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         counts[0] = args[0].numel()
         return counts
     return func(*args, **kwargs)
+
+
+def _of_each_element(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """Returns what ``func`` makes if it computes each element by itself, of tensors whose dimensions lie in order; else
+    ``None``. Torch describes such results in Python, a tenth of a millisecond each."""
+    compares = func in _COMPARISONS
+    if kwargs or not (compares or func in _ARITHMETIC):
+        return None
+    tensors = [each for each in args if isinstance(each, Tensor)]
+    if not all(map(_is_in_order, tensors)) or not any(each.is_meta for each in tensors):
+        return None
+    dtype = torch.bool if compares else torch.result_type(*args) if len(args) == 2 else tensors[0].dtype
+    shape = torch.broadcast_shapes(*(each.shape for each in tensors))  # type: ignore[no-untyped-call]
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def _is_in_order(tensor: Tensor) -> bool:
+    """Returns whether each dimension's stride is at most that of the one before, as of a contiguous tensor's slices."""
+    strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    return all(first >= second for first, second in pairwise(strides))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -26,6 +26,7 @@ from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
 from fastgen.runtime.step.forward import TapedForward
 from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.runtime.step_cost.fit import Residuals, fit_step_cost, residuals
+from fastgen.runtime.step_cost.sight import Sight
 
 FORMAT: Final = "fastgen calibration"
 VERSION: Final = 1
@@ -69,8 +70,11 @@ class Calibration:
         return "\n".join(lines)
 
 
-def calibrate(engine: Engine, model: str, *, seconds: float, seed: int = 0) -> Calibration:
-    """Returns the cost of the steps of ``engine``, which has no requests, measured for ``seconds`` seconds.
+def calibrate(
+    engine: Engine, model: str, *, seconds: float, seed: int = 0, sights: Sequence[Sight] = ()
+) -> Calibration:
+    """Returns the cost of the steps of ``engine``, which has no requests, measured for ``seconds`` seconds. ``sights``
+    are those of the model's layers.
 
     :raises InvalidArgumentError: if the time does not suffice for enough steps.
     """
@@ -82,17 +86,21 @@ def calibrate(engine: Engine, model: str, *, seconds: float, seed: int = 0) -> C
         steps.run(_WARM_UP * seconds)
         begin_s = engine.clock()
         steps.run((1 - _WARM_UP) * seconds)
-        return calibration_of(recorder.recording(model), from_s=begin_s)
+        return calibration_of(recorder.recording(model), from_s=begin_s, sights=sights)
     finally:
         recorder.max_steps, recorder.max_bytes = bounds
 
 
-def calibration_of(recording: Recording, *, from_s: float = 0.0) -> Calibration:
-    """Returns the cost of the steps in ``recording`` that began at ``from_s`` or later.
+def calibration_of(recording: Recording, *, from_s: float = 0.0, sights: Sequence[Sight] | None = None) -> Calibration:
+    """Returns the cost of the steps in ``recording`` that began at ``from_s`` or later. ``sights`` are those of the
+    model's layers. By default they are what the recording says of all layers; where these differ, windows do not count.
 
     :raises InvalidArgumentError: for too few steps.
     """
-    timed = [(step, measured) for step, measured in measured_steps(recording) if step.began_s >= from_s]
+    if sights is None:
+        windows = recording.header.engine.windows
+        sights = (Sight(windows[0], 1.0, 1.0),) if len(windows) == 1 and windows[0] is not None else ()
+    timed = [(step, measured) for step, measured in measured_steps(recording, sights) if step.began_s >= from_s]
     pads = any(step.num_padding for step, _ in timed)  # to captured sizes
     gaps_s = [
         later.began_s - earlier.ended_s
@@ -103,7 +111,8 @@ def calibration_of(recording: Recording, *, from_s: float = 0.0) -> Calibration:
     if len(steps) > _MOST_STEPS:
         steps = random.Random(0).sample(steps, _MOST_STEPS)
     sizes = captured_sizes(recording.header.engine.token_budget)
-    cost = fit_step_cost(steps, sizes=sizes) if pads else fit_step_cost(steps, recorded=recorded_sizes(sizes))
+    run_at = {"sizes": sizes} if pads else {"recorded": recorded_sizes(sizes)}
+    cost = fit_step_cost(steps, **run_at, sights=sights)
     return Calibration(
         model=recording.header.model,
         made=datetime.now(UTC).isoformat(timespec="seconds"),

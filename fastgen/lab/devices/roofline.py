@@ -2,7 +2,8 @@
 
 A step reads the weights and multiplies its tokens with them, and takes as long as the slower of the two (Williams et
 al., "Roofline: an insightful visual performance model for multicore architectures", 2009). It reads the keys and values
-of its context, multiplies those of chunks with each other, sums over the devices once a branch, and launches kernels::
+of its context (layers with a sliding window read at most that), multiplies those of chunks with each other, sums over
+the devices once a branch, and launches kernels::
 
     seconds = max(weights, products) + all-reduces + kernels + logits + context + attention
 
@@ -22,11 +23,13 @@ import torch
 from fastgen.errors import InvalidArgumentError
 from fastgen.lab.devices.datasheets import Datasheet, Link
 from fastgen.lab.devices.shards import num_all_reduces, shard
+from fastgen.lab.devices.sights import sights_of
 from fastgen.models.measure import MeasuredModel, ModelBuild
 from fastgen.models.spec import ModelSpec, MoeSpec
 from fastgen.models.spec.tensors import linears_of
 from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
 from fastgen.runtime.step_cost.cost import StepCost
+from fastgen.runtime.step_cost.sight import Sight
 from fastgen.runtime.step_cost.work import StepWork
 from fastgen.runtime.targets import parse_quantize
 
@@ -135,9 +138,11 @@ class Roofline:
     attention_rate: float
     kernels_s: float
     host_s: float
+    # How far back the layers read.
+    sights: tuple[Sight, ...] = ()
 
     def parts(self, work: StepWork) -> StepParts:
-        """Returns what each part of a step takes."""
+        """Returns what each part of a step takes, whose work is counted by ``sights``."""
         tokens = work.num_tokens
         reduce_s = 0.0
         if self.link is not None:
@@ -174,6 +179,7 @@ class Roofline:
             context_s=self.kv_bytes / self.bandwidth,
             pair_s=self.pair_flops / self.attention_rate,
             sizes=sizes,
+            sights=self.sights,
         )
 
 
@@ -221,6 +227,7 @@ def roofline(
         attention_rate=rate * reached.attention,
         kernels_s=reached.layer_s * build.spec.num_layers,
         host_s=reached.host_s,
+        sights=sights_of(share),
     )
 
 

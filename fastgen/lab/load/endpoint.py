@@ -1,4 +1,4 @@
-"""A server as a target, by HTTP: any OpenAI endpoint for completions, or fastgen's own."""
+"""A server as a target, by HTTP: any OpenAI endpoint for completions or chats, or fastgen's own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastgen.errors import FastgenError
-from fastgen.lab.load.formats import Codec, EventParser, format_of, message_of, parse_event
+from fastgen.lab.load.events import EventParser, message_of, parse_event
+from fastgen.lab.load.formats import Codec, format_of
 from fastgen.lab.load.http_connection import HttpPool, Response
 from fastgen.lab.load.target import Answer, RequestFailedError
 from fastgen.lab.workloads.request import PlannedRequest
@@ -35,7 +36,7 @@ class EndpointTarget:
     tokenizer, for a server that takes or gives no token ids. ``tls`` holds the certificates to trust, where they are
     not the system's. The server's key is taken from the environment.
 
-    :raises InvalidArgumentError: for an address or an endpoint of another kind.
+    :raises InvalidArgumentError: for an address or an endpoint of another kind, or chat completions without ``codec``.
     """
 
     def __init__(

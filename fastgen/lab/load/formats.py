@@ -1,14 +1,19 @@
-"""Bodies of requests to endpoints, and parsers of their streams: OpenAI's completions, and fastgen's ``/generate``."""
+"""Bodies of requests to endpoints, and what their streams say: OpenAI's completions and chat completions, and
+fastgen's ``/generate``.
+"""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal, Protocol, Self
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.lab.load.target import Answer, RequestFailedError
 from fastgen.lab.workloads.request import PlannedRequest
+
+# The messages of a conversation alternate.
+_ROLES = ("user", "assistant")
 
 
 class Codec(Protocol):
@@ -17,31 +22,6 @@ class Codec(Protocol):
     def encode(self, prompt: str) -> list[int]: ...
 
     def decode(self, token_ids: list[int]) -> str: ...
-
-
-@dataclass
-class EventParser:
-    """Parses server-sent events from the pieces in which they arrive."""
-
-    _rest: bytes = b""
-    _name: bytes = b"message"
-    _data: list[bytes] = field(default_factory=list)
-
-    def feed(self, piece: bytes) -> list[tuple[str, bytes]]:
-        """Returns the events that ``piece`` completes, each with its name and its data."""
-        *lines, self._rest = (self._rest + piece).split(b"\n")
-        events = []
-        for line in lines:
-            line = line.removesuffix(b"\r")
-            if not line:
-                if self._data:
-                    events.append((self._name.decode("latin-1"), b"\n".join(self._data)))
-                self._name, self._data = b"message", []
-            elif line.startswith(b"data:"):
-                self._data.append(line[5:].removeprefix(b" "))
-            elif line.startswith(b"event:"):
-                self._name = line[6:].strip()
-        return events
 
 
 class Format(Protocol):
@@ -63,9 +43,9 @@ class Format(Protocol):
 
 
 @dataclass(frozen=True)
-class Completions:
-    """OpenAI's ``/v1/completions``, with the fields that make answers exact: ``ignore_eos``, temperature 0, and counts
-    of tokens. What OpenAI's own service lacks, vLLM's server and others have.
+class Streamed:
+    """What OpenAI's two endpoints share: the fields that make answers exact (``ignore_eos``, temperature 0, counts of
+    tokens), and how tokens are counted. What OpenAI's own service lacks, vLLM's server and others have.
 
     Tokens are counted by the usage that each chunk reports (``continuous_usage_stats``), or by its ``token_ids``.
     Where a server has neither, a chunk with text counts as a token, as in ``vllm bench``. In any case the usage of the
@@ -74,22 +54,14 @@ class Completions:
 
     # Makes texts for a server that takes no token ids; ``None`` where prompts cannot be texts.
     codec: Codec | None = None
-    sends_text: bool = False
     # What is asked for to count tokens by: what vLLM has, what fastgen has, what OpenAI has.
     asks_for: Literal["token ids", "usage", "nothing"] = "token ids"
 
-    def facts(self) -> dict[str, Any]:
-        return {"prompts": "text" if self.sends_text else "token ids"}
-
     def body(self, model: str, request: PlannedRequest) -> dict[str, Any]:
-        prompt: Any = list(request.prompt_ids)
-        if self.sends_text:
-            assert self.codec is not None
-            prompt = self.codec.decode(prompt)
         usage = {"include_usage": True} | ({} if self.asks_for == "nothing" else {"continuous_usage_stats": True})
         return {
             "model": model,
-            "prompt": prompt,
+            **self._prompt(request),
             "max_tokens": request.num_new_tokens,
             "temperature": 0,
             "ignore_eos": True,
@@ -103,10 +75,11 @@ class Completions:
         num_tokens = usage.get("completion_tokens")
         for choice in choices:
             answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-            answer.text += choice.get("text") or ""
+            text, other = self._texts(choice)
+            answer.text += text
             ids = choice.get("token_ids")
             answer.token_ids += ids or ()
-            if num_tokens is None and (ids is not None or choice.get("text")):
+            if num_tokens is None and (ids is not None or text or other):
                 answer.add(1 if ids is None else len(ids), at)
                 answer.counted_by = "one for each chunk" if ids is None else "token ids of each chunk"
         if num_tokens is not None:
@@ -120,12 +93,65 @@ class Completions:
             answer.num_cached_tokens = details.get("cached_tokens", answer.num_cached_tokens)
         return False
 
+    def simpler(self) -> Self | None:
+        if self.asks_for == "nothing":
+            return None
+        return replace(self, asks_for="usage" if self.asks_for == "token ids" else "nothing")
+
+    def _prompt(self, request: PlannedRequest) -> dict[str, Any]:
+        """Returns the fields of a body that hold the prompt."""
+        raise NotImplementedError
+
+    def _texts(self, choice: dict[str, Any]) -> tuple[str, str]:
+        """Returns the text that a chunk adds to the answer, and other text of the model, such as its reasoning."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Completions(Streamed):
+    """OpenAI's ``/v1/completions``. Prompts are token ids, or texts for a server that takes none."""
+
+    sends_text: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        return {"prompts": "text" if self.sends_text else "token ids"}
+
     def simpler(self) -> Completions | None:
-        if self.asks_for != "nothing":
-            return replace(self, asks_for="usage" if self.asks_for == "token ids" else "nothing")
-        if self.codec is not None and not self.sends_text:
+        if self.asks_for == "nothing" and self.codec is not None and not self.sends_text:
             return Completions(self.codec, sends_text=True)
-        return None
+        return super().simpler()
+
+    def _prompt(self, request: PlannedRequest) -> dict[str, Any]:
+        if not self.sends_text:
+            return {"prompt": list(request.prompt_ids)}
+        assert self.codec is not None
+        return {"prompt": self.codec.decode(list(request.prompt_ids))}
+
+    def _texts(self, choice: dict[str, Any]) -> tuple[str, str]:
+        return choice.get("text") or "", ""
+
+
+@dataclass(frozen=True)
+class ChatCompletions(Streamed):
+    """OpenAI's ``/v1/chat/completions``. A prompt is one message of the user. In a conversation each turn is one, with
+    the answers between as messages of the assistant.
+
+    The server's chat template adds tokens of its own. Records have the server's count of the prompt.
+    """
+
+    def facts(self) -> dict[str, Any]:
+        return {"prompts": "messages"}
+
+    def _prompt(self, request: PlannedRequest) -> dict[str, Any]:
+        assert self.codec is not None
+        ends = (*request.message_ends, len(request.prompt_ids))
+        ids = list(request.prompt_ids)
+        texts = [self.codec.decode(ids[begin:end]) for begin, end in pairwise((0, *ends))]
+        return {"messages": [{"role": _ROLES[place % 2], "content": text} for place, text in enumerate(texts)]}
+
+    def _texts(self, choice: dict[str, Any]) -> tuple[str, str]:
+        delta = choice.get("delta") or {}
+        return delta.get("content") or "", delta.get("reasoning_content") or delta.get("reasoning") or ""
 
 
 @dataclass(frozen=True)
@@ -165,31 +191,19 @@ class Generate:
 def format_of(endpoint: str, codec: Codec | None) -> Format:
     """Returns the format of an endpoint by its path. ``codec`` makes texts for servers that take no token ids.
 
-    :raises InvalidArgumentError: for a path of another kind.
+    :raises InvalidArgumentError: for a path of another kind, or if messages are needed and ``codec`` is ``None``.
     """
-    if endpoint.endswith("/completions") and not endpoint.endswith("/chat/completions"):
+    if endpoint.endswith("/chat/completions"):
+        if codec is None:
+            raise InvalidArgumentError(
+                f"{endpoint} takes messages of text, not token ids: name the model's tokenizer (--tokenizer)"
+            )
+        return ChatCompletions(codec)
+    if endpoint.endswith("/completions"):
         return Completions(codec)
     if endpoint == "/generate":
         return Generate()
     raise InvalidArgumentError(
-        f"the endpoint {endpoint} is not known: /v1/completions is OpenAI's, /generate is fastgen's own"
+        f"the endpoint {endpoint} is not known: /v1/completions and /v1/chat/completions are OpenAI's, /generate is "
+        "fastgen's own"
     )
-
-
-def parse_event(data: bytes) -> dict[str, Any]:
-    """Returns the JSON object of an event. Raises ``RequestFailedError`` if it is none, or an error."""
-    try:
-        event = json.loads(data)
-    except ValueError:
-        raise RequestFailedError(f"an event of the stream is not JSON: {data[:80]!r}") from None
-    if not isinstance(event, dict):
-        raise RequestFailedError(f"an event of the stream is not an object: {data[:80]!r}")
-    if event.get("error") is not None:
-        raise RequestFailedError(message_of(event["error"]))
-    return event
-
-
-def message_of(error: Any) -> str:
-    """Returns the text of OpenAI's ``error`` object, or of what stands in its place."""
-    message = error.get("message") if isinstance(error, dict) else error
-    return str(message)

@@ -56,7 +56,8 @@ class Recorder:
 
     def prepare(self, number: int, request: PlannedRequest) -> Prepared:
         """Returns request ``number`` of the workload, ready to be sent. What it continues must have been answered."""
-        whole = replace(request, prompt_ids=self._conversations.prompt(request))
+        said = self._conversations
+        whole = replace(request, prompt_ids=said.prompt(request), message_ends=said.message_ends(request))
         return Prepared(number, whole, self.target.prepare(whole))
 
     async def send(self, prepared: Prepared, *, due_s: float, client: int | None = None) -> RequestRecord:

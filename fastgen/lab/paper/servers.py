@@ -18,8 +18,6 @@ from fastgen.runtime.step_cost.cost import StepCost
 
 # The paper's clients begin U(0, clients) times this late, in seconds.
 STAGGER_S = 0.01
-# Prompts and lengths are the same in every run.
-_SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +63,22 @@ class Server:
         return ServerSettings(**settings), cost
 
 
-def planned(workload: Workload) -> list[PlannedRequest]:
-    """Returns the requests of a workload for a simulated server."""
-    return workload.requests(vocab_size=32_000, seed=_SEED)
+def planned(workload: Workload, seed: int = 0) -> list[PlannedRequest]:
+    """Returns the requests of a workload for a simulated server. Unless told otherwise, all runs have the same."""
+    return workload.requests(vocab_size=32_000, seed=seed)
 
 
 def closed_loop(
-    server: Server, requests: Sequence[PlannedRequest], clients: int, *, replicas: int = 1, facts: Any = None
+    server: Server,
+    requests: Sequence[PlannedRequest],
+    clients: int,
+    *,
+    replicas: int = 1,
+    router: str = "least_tokens",
+    facts: Any = None,
 ) -> Run:
     """Returns the run of ``clients`` that draw from one queue of requests."""
-    return _simulation(server, requests, clients, num_replicas=replicas, workload=facts or {}).run()
+    return _simulation(server, requests, clients, num_replicas=replicas, router=router, workload=facts or {}).run()
 
 
 def recorded(server: Server, requests: Sequence[PlannedRequest], clients: int) -> tuple[Run, Recording]:

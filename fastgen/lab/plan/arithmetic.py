@@ -6,7 +6,9 @@ from fastgen.lab.devices.datasheets import GB, GIB, TERA, Link
 from fastgen.lab.devices.roofline import KV_BYTES, Roofline
 from fastgen.lab.plan.arrangements import Arrangement, Question
 from fastgen.lab.plan.capacity import Capacity
+from fastgen.lab.plan.steady import decode_work_of
 from fastgen.models.spec import AttentionSpec
+from fastgen.runtime.step_cost.sight import seen_pairs
 from fastgen.runtime.step_cost.work import StepWork, decode_work
 
 _MIB = 2**20
@@ -58,7 +60,9 @@ def time_lines(question: Question, arrangement: Arrangement) -> list[str]:
         return []
     reached = question.efficiency
     weights = found.weights_read(1)
-    one = decode_work([int(shape.mean_context)])
+    one = decode_work_of(shape, 1, found.sights) if found.sights else decode_work([int(shape.mean_context)])
+    pairs = round(seen_pairs(0, shape.prompt, found.sights)) if found.sights else shape.prompt**2 // 2
+    counted = f"{pairs:,} pairs within the window" if found.sights else f"{shape.prompt}^2 / 2 pairs"
     parts = found.parts(one)
     each = f" of each of {size} devices" if size > 1 else ""
     prompt_tera = shape.prompt * found.token_flops / TERA
@@ -71,13 +75,28 @@ def time_lines(question: Question, arrangement: Arrangement) -> list[str]:
         f"all-reduces + {_ms(parts.kernels_s)} launches = {_ms(parts.device_s)}, {1 / parts.device_s:.0f} tokens/s",
         f"a prompt: {shape.prompt} tokens x {found.token_flops / GB:.1f} GFLOP = {prompt_tera:.1f} TFLOP{each}, over "
         f"{rate:,.0f} TFLOPS = {_ms(prompt_tera / rate)}; {reached.products:.0%} of the rate is reached",
-        f"its attention: {shape.prompt}^2 / 2 pairs x {found.pair_flops / 1e3:.0f} kFLOP at {reached.attention:.0%} = "
-        f"{_ms(found.parts(StepWork(0, 0, shape.prompt**2 // 2)).attention_s)}",
+        f"its attention: {counted} x {found.pair_flops / 1e3:.0f} kFLOP at {reached.attention:.0%} = "
+        f"{_ms(found.parts(StepWork(0, 0, pairs)).attention_s)}",
         f"products take as long as reading the weights from {ridge / found.token_flops:.0f} tokens a step on",
     ]
     if found.link is not None:
         lines.insert(2, _link_line(found, found.link))
+    if found.sights:
+        lines.insert(1, _window_line(question, one.num_context))
     return lines
+
+
+def _window_line(question: Question, num_context: int) -> str:
+    attentions = list(question.model.spec.attentions())
+    windows = [each.sliding_window for each in attentions if isinstance(each, AttentionSpec) and each.sliding_window]
+    found = ", ".join(
+        f"{window:,} positions in {windows.count(window)} of {len(attentions)} layers"
+        for window in sorted(set(windows))
+    )
+    return (
+        f"its context: layers with a sliding window read at most that, {found}; so of "
+        f"{question.shape.mean_context:,.0f} tokens on average {num_context:,} are read"
+    )
 
 
 def _link_line(found: Roofline, link: Link) -> str:

@@ -77,12 +77,12 @@ def misses(question: Question, found: Iterable[Arrangement]) -> list[Miss]:
 
 
 def _limited_by(question: Question, arrangement: Arrangement, point: Point, name: str) -> str:
-    shape, steady = question.shape, point.steady
+    shape, steady, sights = question.shape, point.steady, arrangement.costs[point.token_budget].sights
     if name in ("tpot_ms", "paper_tokens_per_s"):
-        work = decode_work_of(shape, steady.decodes)
+        work = decode_work_of(shape, steady.decodes, sights)
     else:
         room = point.token_budget - steady.decodes
-        work = mixed_work_of(shape, steady.decodes, min(shape.prompt, room))
+        work = mixed_work_of(shape, steady.decodes, min(shape.prompt, room), sights)
     where = (
         f"tensor_parallel={point.tensor_parallel} and {steady.clients} {'client' if steady.clients == 1 else 'clients'}"
     )

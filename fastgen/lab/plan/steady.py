@@ -15,11 +15,13 @@ simulation with the scheduler itself.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from fastgen.lab.plan.capacity import Shape
 from fastgen.runtime.step_cost.cost import StepCost
+from fastgen.runtime.step_cost.sight import Sight
 from fastgen.runtime.step_cost.work import StepWork
 
 _HALVINGS: Final = 40
@@ -49,18 +51,40 @@ class Steady:
         return 1 / self.tpot_s
 
 
-def decode_work_of(shape: Shape, num_decodes: float) -> StepWork:
-    """Returns the mean work of a step that decodes and does nothing else."""
+def decode_work_of(shape: Shape, num_decodes: float, sights: Sequence[Sight] = ()) -> StepWork:
+    """Returns the mean work of a step that decodes and does nothing else, on layers with these ``sights``."""
     count = max(1, round(num_decodes))
-    return StepWork(count, round(count * shape.mean_context), 0, count)
+    return StepWork(count, round(count * _mean_context(shape, sights)), 0, count)
 
 
-def mixed_work_of(shape: Shape, num_decodes: float, num_prompt_tokens: float) -> StepWork:
+def mixed_work_of(shape: Shape, num_decodes: float, num_prompt_tokens: float, sights: Sequence[Sight] = ()) -> StepWork:
     """Returns the mean work of a step with so many prompt tokens beside the decodes; these are half way through their
     prompts on average."""
     decodes, tokens = round(num_decodes), max(1, round(num_prompt_tokens))
-    context = decodes * shape.mean_context + shape.prompt / 2 + tokens / 2
-    return StepWork(decodes + tokens, round(context), round(tokens * shape.prompt / 2), decodes, 1, 1)
+    read, pairs = shape.prompt / 2 + tokens / 2, tokens * shape.prompt / 2
+    if sights:
+        last = max(0.0, shape.prompt - tokens)  # where the last chunk of a prompt begins
+        before = sum(share * _mean_seen(0.0, last, window) for window, share, _ in sights)
+        read = min(read, before + tokens)
+        pairs = sum(share * tokens * _mean_seen(0.0, shape.prompt, window) for window, _, share in sights)
+    context = decodes * _mean_context(shape, sights) + read
+    return StepWork(decodes + tokens, round(context), round(pairs), decodes, 1, 1)
+
+
+def _mean_context(shape: Shape, sights: Sequence[Sight]) -> float:
+    """Returns how many tokens a decode reads on average."""
+    if not sights:
+        return shape.mean_context
+    return sum(share * _mean_seen(shape.prompt, shape.total, window) for window, share, _ in sights)
+
+
+def _mean_seen(first: float, last: float, window: int | None) -> float:
+    """Returns the mean of what a token sees whose context grows evenly from ``first`` to ``last`` tokens."""
+    if window is None or window >= last:
+        return (first + last) / 2
+    if window <= first:
+        return window
+    return ((first + window) / 2 * (window - first) + window * (last - window)) / (last - first)
 
 
 def steady_states(cost: StepCost, shape: Shape, *, token_budget: int, most: int) -> list[Steady]:
@@ -107,8 +131,8 @@ def _times(cost: StepCost, shape: Shape, decodes: float, busy: float, token_budg
     room = max(token_budget - decodes, 1.0)
     # By itself a prompt takes whole steps; in a queue the rest of a step goes to the next prompt.
     num_steps = math.ceil(shape.prompt / room)
-    step_s = seconds(mixed_work_of(shape, decodes, shape.prompt / num_steps))
-    full_s = seconds(mixed_work_of(shape, decodes, room))
+    step_s = seconds(mixed_work_of(shape, decodes, shape.prompt / num_steps, cost.sights))
+    full_s = seconds(mixed_work_of(shape, decodes, room, cost.sights))
     alone_s = num_steps * step_s
     in_queue_s = min(alone_s, shape.prompt / room * full_s)
     return _Times(
@@ -116,7 +140,7 @@ def _times(cost: StepCost, shape: Shape, decodes: float, busy: float, token_budg
         in_queue_s,
         prompt_s=(1 - busy) * alone_s + busy * in_queue_s,
         mixed_s=(1 - busy) * step_s + busy * full_s,
-        plain_s=seconds(decode_work_of(shape, decodes + 1)),
+        plain_s=seconds(decode_work_of(shape, decodes + 1, cost.sights)),
     )
 
 

@@ -113,22 +113,25 @@ class Simulation:
     def run(self) -> Run:
         """Returns the records of all requests. Can be called once."""
         clients, replicas, delay_s = self._clients, self.replicas, self._settings.request_delay_s
+        steps_s = [replica.next_step_s for replica in replicas]
         while True:
-            replica = min(replicas, key=_next_step_s)
-            step_s, arrival_s = replica.next_step_s, clients.next_s + delay_s
+            number = steps_s.index(min(steps_s))
+            step_s, arrival_s = replicas[number].next_step_s, clients.next_s + delay_s
             if arrival_s <= step_s:
                 if arrival_s == float("inf"):
                     break
-                self._submit(clients.send(), arrival_s)
+                number = self._submit(clients.send(), arrival_s)
             else:
-                replica.step()
+                replicas[number].step()
+            steps_s[number] = replicas[number].next_step_s
         return Run(self._header(), tuple(self._records[number] for number in range(len(self._requests))))
 
     def recordings(self, model: str) -> list[Recording]:
         """Returns the flight recording of each replica; ``model`` is the model's name in it."""
         return [replica.recording(model) for replica in self.replicas]
 
-    def _submit(self, sent: Send, arrival_s: float) -> None:
+    def _submit(self, sent: Send, arrival_s: float) -> int:
+        """Submits a request and returns the number of its replica."""
         request = self._requests[sent.request]
         prompt_ids = self._conversations.prompt(request)
         routed = self._routed(request, prompt_ids)
@@ -138,9 +141,10 @@ class Simulation:
         except InvalidArgumentError as error:
             ended_s = arrival_s + self._settings.token_delay_s
             self._record(sent, len(prompt_ids), token_times_s=(), ended_s=ended_s, error=str(error))
-            return
-        self._router.sent(routed, replica)
-        self._sent[generation] = _Routed(sent, routed, replica)
+        else:
+            self._router.sent(routed, replica)
+            self._sent[generation] = _Routed(sent, routed, replica)
+        return int(replica)
 
     def _made_router(self, name: str, seed: int) -> Router:
         settings = self._settings
@@ -199,7 +203,3 @@ class Simulation:
             began=_BEGAN,
             duration_s=max((record.ended_s for record in self._records.values()), default=0.0),
         )
-
-
-def _next_step_s(replica: Replica) -> float:
-    return replica.next_step_s

@@ -27,6 +27,9 @@ class PlannedRequest:
     # Whether the prompt begins with the session's prompt before it and the answer to that one, which is not known
     # beforehand. :class:`~fastgen.lab.workloads.sessions.Conversations` puts the prompt together.
     continues: bool = False
+    # Where in the whole prompt each message before the last one ends: a prompt, its answer, the next prompt, and so on.
+    # It is known when the prompt was put together.
+    message_ends: tuple[int, ...] = ()
 
 
 class Workload(Protocol):

@@ -22,6 +22,8 @@ class Conversations:
 
     def __init__(self) -> None:
         self._said: dict[str, list[int]] = {}
+        # Where each message of it ends.
+        self._ends: dict[str, tuple[int, ...]] = {}
 
     def prompt(self, request: PlannedRequest) -> list[int]:
         """Returns the whole prompt of ``request``: what its session has said so far, if it ``continues``, and its own
@@ -31,10 +33,16 @@ class Conversations:
             return list(request.prompt_ids)
         return [*self._said.get(request.session, ()), *request.prompt_ids]
 
+    def message_ends(self, request: PlannedRequest) -> tuple[int, ...]:
+        """Returns where in :meth:`prompt` each message before the last one ends."""
+        return self._ends.get(request.session, ()) if request.continues and request.session is not None else ()
+
     def answered(self, request: PlannedRequest, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> None:
         """Adds ``prompt_ids``, which :meth:`prompt` returned for ``request``, and its answer to the session."""
         if request.session is not None:
-            self._said[request.session] = [*prompt_ids, *answer_ids]
+            said = [*prompt_ids, *answer_ids]
+            self._ends[request.session] = (*self.message_ends(request), len(prompt_ids), len(said))
+            self._said[request.session] = said
 
 
 def longest_sequence(requests: Sequence[PlannedRequest]) -> int:

@@ -32,7 +32,7 @@ class CountedAnswers(Answers):
         if schedule.decodes != self._decodes:
             self._end_stretch()
             self._decodes, self._times_s = schedule.decodes, []
-            self._num_left = min(map(_num_left, self._decodes), default=0)
+            self._num_left = min([_num_left(seq) for seq in self._decodes], default=0)
         if self._decodes:
             for seq in self._decodes:
                 seq.token_ids.append(GENERATED)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fastgen.runtime.kv_cache.block_pool import PADDING_BLOCK
@@ -39,12 +38,11 @@ class BlockCopy(NamedTuple):
     destination: int
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
+class Allocation(NamedTuple):
     """The blocks ``appended`` to the tables of a sequence, and the ``copies`` of blocks that it shared."""
 
-    appended: list[TableEntry] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)
+    appended: list[TableEntry]
+    copies: list[BlockCopy]
 
 
 def held_entries(seq: Sequence) -> list[TableEntry]:

@@ -1,41 +1,51 @@
-"""Which blocks of prompts a replica holds, as far as a router can know."""
+"""What a replica holds of prompts, as far as a router can know."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from typing import Final
+
+from fastgen.runtime.routing.router import RoutedRequest
+
+# Blocks of a replica that a router knows, if it is not told how many the replica has.
+KNOWN_BLOCKS: Final = 16_384
 
 
 class KnownBlocks:
-    """The hashes of the blocks that a replica was sent last, at most ``most``.
+    """The blocks of prompts that a replica was sent last, at most ``most`` of ``block_size`` tokens.
 
-    A replica evicts what it used longest ago, so the router forgets in the same order, in two generations: blocks are
+    A replica evicts what it used longest ago, so the router forgets in the same order, in two generations: hashes are
     noted in the newer one, and when it is full, it becomes the older one, which is dropped. So between half of ``most``
-    and all of them are known. All hashes of a prompt are noted together, and a prefix is never forgotten before what
-    continues it; so how much of a prompt is known is found by bisection.
+    and all of them are known. The hashes of a prompt are noted together, and a prefix is never forgotten before what
+    continues it; so how many blocks of a prompt are known is found by bisection.
     """
 
-    __slots__ = ("_newer", "_older", "most")
+    __slots__ = ("_newer", "_older", "block_size", "most")
 
-    def __init__(self, most: int):
-        self.most = most
-        self._newer: set[int] = set()
-        self._older: set[int] = set()
+    def __init__(self, most: int, block_size: int):
+        self.most, self.block_size = most, block_size
+        self._newer, self._older = _Generation(), _Generation()
 
     def __len__(self) -> int:
         """Returns how many hashes are held; one that is in both generations counts twice."""
-        return len(self._newer) + len(self._older)
+        return len(self._newer.hashes) + len(self._older.hashes)
 
-    def note(self, hashes: Sequence[int]) -> None:
-        """Notes the blocks of a prompt, ``hashes`` of its beginning first."""
+    def note(self, request: RoutedRequest) -> None:
+        """Notes that the replica computes ``request``."""
         half = self.most // 2
-        if len(self._newer) + len(hashes) > half:
-            self._newer, self._older = set(), self._newer
-        self._newer.update(hashes[:half])
+        hashes = request.block_hashes[:half]
+        if not hashes:
+            return
+        if len(self._newer.hashes) + len(hashes) > half:
+            self._newer, self._older = _Generation(), self._newer
+        self._newer.hashes.update(hashes)
+        self._newer.tokens_at_end[hashes[-1]] = request.num_prompt_tokens + request.num_new_tokens
 
-    def num_known(self, hashes: Sequence[int], guess: int = 0) -> int:
-        """Returns how many blocks at the beginning of a prompt are known. It is found fastest where it is ``guess``."""
-        newer, older = self._newer, self._older
+    def num_blocks(self, request: RoutedRequest, guess: int = 0) -> int:
+        """Returns how many full blocks of a prompt are known, from its beginning. It is found fastest if it is
+        ``guess``.
+        """
+        hashes, newer, older = request.block_hashes, self._newer.hashes, self._older.hashes
 
         def is_unknown(place: int) -> bool:
             return hashes[place] not in newer and hashes[place] not in older
@@ -45,3 +55,24 @@ class KnownBlocks:
         if guess == len(hashes) or is_unknown(guess):
             return guess
         return bisect_left(range(len(hashes)), True, guess + 1, key=is_unknown)
+
+    def num_tokens(self, request: RoutedRequest, num_blocks: int) -> int:
+        """Returns how many tokens of a prompt are held where ``num_blocks`` are known. If an earlier prompt ended
+        there, the rest is taken to begin with the answer to it.
+        """
+        if not num_blocks:
+            return 0
+        last = request.block_hashes[num_blocks - 1]
+        answered = self._newer.tokens_at_end.get(last) or self._older.tokens_at_end.get(last, 0)
+        return min(max(answered, num_blocks * self.block_size), request.num_prompt_tokens)
+
+
+class _Generation:
+    """Blocks that were used at about the same time."""
+
+    __slots__ = ("hashes", "tokens_at_end")
+
+    def __init__(self) -> None:
+        self.hashes: set[int] = set()
+        # For the last full block of each prompt: the tokens of that prompt and its answer.
+        self.tokens_at_end: dict[int, int] = {}

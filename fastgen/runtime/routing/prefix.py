@@ -6,63 +6,79 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
-from fastgen.runtime.routing.known_blocks import KnownBlocks
+from fastgen.runtime.routing.known_blocks import KNOWN_BLOCKS, KnownBlocks
 from fastgen.runtime.routing.router import CountingRouter, RoutedRequest
 
-# Blocks of a replica that the router knows, if it is not told how many the replica has.
-KNOWN_BLOCKS: Final = 16_384
 # Sessions whose replica is remembered.
 MAX_SESSIONS: Final = 65_536
-# By how many outstanding tokens the replica with the most blocks may be busier than the least busy one.
-MARGIN_TOKENS: Final = 16_384
+# How much busier a replica that holds a whole prompt may be than the least busy one, and how many tokens more for each
+# token that it holds. A smaller margin moves conversations too often: each move computes a prompt again, which makes
+# replicas busier still.
+BUSY_RATIO: Final = 2
+MARGIN: Final = 4
 
 
 class PrefixAffinity(CountingRouter):
-    """Takes the replica that holds the most of the prompt's full blocks, of equal ones that of the request's session,
-    and then the least busy.
+    """Takes the replica that holds the most of the prompt, unless it is too busy for that.
 
-    A replica that has more than ``margin_tokens`` outstanding tokens more than the least busy one comes after all
-    others; of these, and where nothing is known, the one with the fewest tokens comes first.
+    A replica holds the full blocks that it was sent before. That of the request's session holds all that the session
+    has said, the last answer included. Outstanding tokens are those that a replica has yet to compute: what it holds
+    does not count. Replicas are ranked by their outstanding tokens less a margin, the least first. For a replica that
+    holds ``h`` of a prompt's ``p`` tokens the margin is ``4 h + least h / p``, where ``least`` are the outstanding
+    tokens of the least busy one. So one that holds the whole prompt comes first, unless it is more than twice as busy
+    as the least busy one and 4 tokens for each of the prompt; and where nothing is known, the least busy one does.
 
     :param block_size: tokens of a block, those of the hashes.
     :param known_blocks: blocks of each replica that are remembered, those used last; best as many as it has.
     """
 
-    def __init__(
-        self, *, block_size: int, known_blocks: int = KNOWN_BLOCKS, margin_tokens: int = MARGIN_TOKENS
-    ) -> None:
+    def __init__(self, *, block_size: int, known_blocks: int = KNOWN_BLOCKS) -> None:
         super().__init__()
-        self.block_size, self.known_blocks, self.margin_tokens = block_size, known_blocks, margin_tokens
+        self.block_size, self.known_blocks = block_size, known_blocks
         self._known: dict[str, KnownBlocks] = {}
-        # The replica of each session, the session used last at the end.
-        self._sessions: OrderedDict[str, str] = OrderedDict()
+        # The replica of each session and how many tokens it holds of it, the session used last at the end.
+        self._sessions: OrderedDict[str, tuple[str, int]] = OrderedDict()
 
     def _rank(self, request: RoutedRequest, replicas: Sequence[str]) -> list[str]:
         busyness = {replica: self._busyness(replica) for replica in replicas}
-        most = min(busyness.values(), default=0.0) + self.margin_tokens
-        own = None if request.session is None else self._sessions.get(request.session)
-        worth: dict[str, int] = {}
-        num_known = 0
-        for replica, busy in busyness.items():
+        least, num_prompt = min(busyness.values(), default=0.0), max(1, request.num_prompt_tokens)
+        margin = MARGIN + (BUSY_RATIO - 1) * least / num_prompt
+        own, num_own = self._session(request)
+        num_blocks = 0
+        for replica in busyness:
             known = self._known.get(replica)
-            if busy > most:
-                worth[replica] = -1
-            else:
-                num_known = known.num_known(request.block_hashes, num_known) if known is not None else 0
-                worth[replica] = 2 * num_known + (replica == own)
-        # Sorting is stable: of equal worth the least busy remains first.
-        return sorted(sorted(busyness, key=busyness.__getitem__), key=worth.__getitem__, reverse=True)
+            if known is not None:
+                num_blocks = known.num_blocks(request, num_blocks)
+                busyness[replica] -= known.num_tokens(request, num_blocks) * margin
+        if own in busyness:
+            busyness[own] = min(busyness[own], self._busyness(own) - num_own * margin)
+        return sorted(busyness, key=busyness.__getitem__)
+
+    def _num_tokens(self, request: RoutedRequest, replica: str) -> int:
+        known = self._known.get(replica)
+        num_held = 0 if known is None else known.num_tokens(request, known.num_blocks(request))
+        own, num_own = self._session(request)
+        if own == replica:
+            num_held = max(num_held, num_own)
+        return request.num_prompt_tokens - num_held + request.num_new_tokens
+
+    def _session(self, request: RoutedRequest) -> tuple[str | None, int]:
+        """Returns the replica of the request's session, and how many tokens of the prompt it holds."""
+        if request.session is None or request.session not in self._sessions:
+            return None, 0
+        replica, num_tokens = self._sessions[request.session]
+        return replica, min(num_tokens, request.num_prompt_tokens)
 
     def _learn(self, request: RoutedRequest, replica: str) -> None:
         if request.block_hashes:
-            self._known.setdefault(replica, KnownBlocks(self.known_blocks)).note(request.block_hashes)
+            self._known.setdefault(replica, KnownBlocks(self.known_blocks, self.block_size)).note(request)
         if request.session is not None:
-            self._sessions[request.session] = replica
+            self._sessions[request.session] = replica, request.num_prompt_tokens + request.num_new_tokens
             self._sessions.move_to_end(request.session)
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
 
     def _forget(self, replica: str) -> None:
         self._known.pop(replica, None)
-        for session in [session for session, its in self._sessions.items() if its == replica]:
+        for session in [session for session, (its, _) in self._sessions.items() if its == replica]:
             del self._sessions[session]

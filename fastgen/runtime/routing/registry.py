@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Final
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.routing.prefix import KNOWN_BLOCKS, PrefixAffinity
+from fastgen.runtime.routing.known_blocks import KNOWN_BLOCKS
+from fastgen.runtime.routing.prefix import PrefixAffinity
 from fastgen.runtime.routing.router import Router
 from fastgen.runtime.routing.routers import LeastTokens, RandomOrder, RoundRobin
 

@@ -251,7 +251,7 @@ class Scheduler:
         running, block_size = SequenceStatus.RUNNING, self.kv.block_size
         full: list[Sequence] = []
         for seq, position in zip(schedule.decodes, schedule.positions, strict=True):
-            if seq.status is running and seq not in postponed:
+            if seq.status is running and not (postponed and seq in postponed):
                 seq.num_computed_tokens = end = position + 1
                 if not end % block_size:
                     full.append(seq)
@@ -429,9 +429,11 @@ class Scheduler:
         allocation = self.kv.allocate(seq, num_tokens)
         if allocation is None:
             return False
-        if seq.slot is not None:
-            copied = (TableEntry(copy.group, copy.table_index, copy.destination) for copy in allocation.copies)
-            self.running.add_entries(seq, (*allocation.appended, *copied))
+        if seq.slot is not None and self.running.has_device:
+            self.running.add_entries(seq, allocation.appended)
+            if allocation.copies:
+                copied = (TableEntry(copy.group, copy.table_index, copy.destination) for copy in allocation.copies)
+                self.running.add_entries(seq, copied)
         return True
 
     def _note_prompt(self, seq: Sequence) -> None:

@@ -11,6 +11,7 @@ from fastgen.runtime.scheduling.schedule import ScheduledTokens
 from fastgen.runtime.step_cost.work import decode_work
 
 _num_computed_tokens = attrgetter("num_computed_tokens")
+_NO_WORK = decode_work(())
 
 
 class StepRoom:
@@ -21,7 +22,7 @@ class StepRoom:
     def __init__(self, policy: Policy, decodes: SequenceOf[Sequence], sizes: SequenceOf[int]):
         self._policy, self._sizes = policy, sizes
         self._is_bounded = policy.itl_target_s is not None and bool(decodes)
-        self._work = decode_work(list(map(_num_computed_tokens, decodes)) if self._is_bounded else ())
+        self._work = decode_work(list(map(_num_computed_tokens, decodes))) if self._is_bounded else _NO_WORK
 
     def limit(self, start: int, num_tokens: int) -> int:
         """Returns how many of ``num_tokens`` tokens of a sequence, from position ``start`` on, still fit."""

@@ -23,6 +23,7 @@ from statistics import fmean
 from typing import ClassVar
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.step_cost.sight import Sight
 from fastgen.runtime.step_cost.work import StepWork
 
 # Quantiles by which a scatter is stated.
@@ -50,6 +51,9 @@ class StepCost:
     recorded: tuple[int, ...] = ()
     # Captured sizes that steps are padded to, ascending; empty where steps are not padded.
     sizes: tuple[int, ...] = ()
+    # How far back the layers read. The work of a step is counted by them; see :func:`.sight.seen_work`. Empty where
+    # every layer reads all of its context.
+    sights: tuple[Sight, ...] = ()
     # Quantiles, evenly spaced, of measured over expected time. Their mean is 1. Empty where not measured.
     scatter: tuple[float, ...] = ()
     # Where there is no scatter: standard deviation of the logarithm of measured over expected time.
@@ -81,8 +85,11 @@ class StepCost:
     def device_s(self, work: StepWork) -> float:
         """Returns the expected time of the device's part of a step with ``work``."""
         num_tokens, num_context, num_pairs, num_rows, num_chunks, num_built = work
+        known_s = self._known_s
+        if num_tokens not in known_s:
+            known_s[num_tokens] = self.matrices_s(num_tokens)
         return (
-            self.matrices_s(num_tokens)
+            known_s[num_tokens]
             + self.context_s * num_context
             + self.pair_s * num_pairs
             + self.row_s * num_rows
@@ -130,6 +137,11 @@ class StepCost:
             called_s=factor * self.called_s,
             scatter=tuple(quantile / mean for quantile in quantiles),
         )
+
+    @cached_property
+    def _known_s(self) -> dict[int, float]:
+        """Returns the times of the matrices by the number of tokens, as far as they were computed."""
+        return {}
 
     @cached_property
     def _recorded(self) -> frozenset[int]:

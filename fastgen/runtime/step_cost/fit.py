@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.step_cost.cost import StepCost
+from fastgen.runtime.step_cost.sight import Sight
 from fastgen.runtime.step_cost.work import StepWork
 
 # Points of the table of tokens, as far as there are steps about them.
@@ -67,10 +68,15 @@ class Residuals:
 
 
 def fit_step_cost(
-    steps: Iterable[MeasuredStep], *, sizes: SequenceOf[int] = (), recorded: SequenceOf[int] = ()
+    steps: Iterable[MeasuredStep],
+    *,
+    sizes: SequenceOf[int] = (),
+    recorded: SequenceOf[int] = (),
+    sights: SequenceOf[Sight] = (),
 ) -> StepCost:
     """Returns the cost that explains ``steps`` best. ``sizes`` are the captured sizes that steps are padded to, where
-    they are padded; ``recorded`` those of which there are tapes, where they are not.
+    they are padded; ``recorded`` those of which there are tapes, where they are not. ``sights`` are those by which the
+    work of the steps was counted.
 
     :raises InvalidArgumentError: for fewer than :data:`LEAST_STEPS` steps.
     """
@@ -95,6 +101,7 @@ def fit_step_cost(
         called_s=called_s,
         recorded=tuple(recorded),
         sizes=tuple(sizes),
+        sights=tuple(sights),
     )
     return cost.scattered([(cost.seconds(step.work), step.seconds) for step in measured])
 

@@ -326,10 +326,11 @@ class ReplicaSet:
             self._watcher.request_routed(request, replica)
 
     def _lost(self, replica: str) -> None:
-        """Ends the wait for all requests in a replica that is silent for too long."""
+        """Ends the wait for all requests in a replica that is silent for too long, or on their way to it."""
+        assert self._board is not None
         for number, lost in self._losing.items():
-            if self._places.get(number) == replica and not lost.done():
-                lost.set_result(Answered(error=f"{self._place_text(number)} has fallen silent with this request in it"))
+            if self._board.place(number) == replica and not lost.done():
+                lost.set_result(Answered(error=f"replica {replica} has fallen silent with this request in it"))
 
     def _place_text(self, number: int) -> str:
         replica = self._places.get(number)

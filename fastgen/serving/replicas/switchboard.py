@@ -57,6 +57,11 @@ class Switchboard:
                 self._count(number, ranked[0])
             return ranked
 
+    def place(self, number: int) -> str | None:
+        """Returns the replica where request ``number`` counts: that it went to, or is on its way to."""
+        with self._lock:
+            return self._places.get(number)
+
     def routed(self, number: int, replica: str) -> None:
         """Records that request ``number`` went to ``replica``."""
         with self._lock:

@@ -19,6 +19,7 @@ from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.simulated import Arrival, SimulatedServer
 from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.runtime.step_cost.fit import residuals
+from fastgen.runtime.step_cost.sight import Sight
 from fastgen.runtime.step_cost.work import StepWork
 
 DEVICE = StepCost(
@@ -40,6 +41,24 @@ def traffic() -> list[Arrival]:
         Arrival(0.3 * number, [number] * (1 + 37 * number % 900), SamplingParams(max_new_tokens=1 + 13 * number % 90))
         for number in range(100)
     ]
+
+
+def test_steps_of_a_model_with_windows_are_counted_by_them(tmp_path: Path) -> None:
+    device = replace(DEVICE, context_s=4e-6, sights=(Sight(64, 1.0, 1.0),))
+    found = calibrate(server(device).engine, "device", seconds=60, sights=device.sights)
+    assert found.cost.sights == device.sights
+    assert found.cost.context_s == pytest.approx(4e-6, rel=0.1)
+    write_calibration(found, tmp_path / "cost.json")
+    assert read_calibration(tmp_path / "cost.json") == found
+
+
+@pytest.mark.parametrize(("windows", "sights"), [((None,), ()), ((64,), (Sight(64, 1.0, 1.0),)), ((64, None), ())])
+def test_a_recording_says_the_window_that_all_layers_have(
+    windows: tuple[int | None, ...], sights: tuple[Sight, ...]
+) -> None:
+    recorded = SimulatedServer(DEVICE, token_budget=512, max_num_seqs=32, num_blocks=2000, windows=windows)
+    recorded.serve(traffic())
+    assert calibration_of(recorded.engine.recorder.recording("device")).cost.sights == sights
 
 
 @pytest.mark.parametrize("sizes", [(), captured_sizes(512)], ids=["unpadded", "padded"])

@@ -10,6 +10,9 @@ import torch
 from fastgen.errors import InvalidArgumentError
 from fastgen.lab.devices.datasheets import datasheet
 from fastgen.lab.devices.roofline import Efficiency, Roofline, model_build, roofline, step_cost
+from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.simulated import Arrival, SimulatedServer
+from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.runtime.step_cost.work import StepWork, decode_work
 from tests.lab.devices.specs import published_spec
 
@@ -44,6 +47,23 @@ def test_keys_and_values_are_read_once() -> None:
     whole, split = cost("Llama-2-70b", "A100-80", 1), cost("Llama-2-70b", "A100-80", 4)
     assert (whole.kv_bytes, split.kv_bytes) == (327_680, 81_920)
     assert cost("Llama-2-70b", "A100-80", 4, kv_dtype="fp8").kv_bytes == 40_960
+
+
+def test_a_window_bounds_what_is_read() -> None:
+    """128 KiB of keys and values a token at 1008 GB/s: the 4096 of the window are 0.53 ms, 30,000 would be 3.9 ms."""
+    windowed, full = (
+        cost(name, "RTX-4090", efficiency=IDEAL).cost(512) for name in ("Mistral-7B-v0.1", "Mistral-7B-v0.2")
+    )
+    server = {"token_budget": 512, "max_num_seqs": 8, "num_blocks": 4000}
+
+    def gap_s(steps: StepCost, num_prompt: int) -> float:
+        arrival = Arrival(0.0, [1] * num_prompt, SamplingParams(max_new_tokens=2))
+        (generation,) = SimulatedServer(steps, **server).serve([arrival])
+        return generation.output().metrics.gaps_s[0]
+
+    assert gap_s(full, 30_000) - gap_s(full, 1000) == pytest.approx(29_000 * 131_072 / 1008e9)
+    assert gap_s(windowed, 30_000) - gap_s(windowed, 1000) == pytest.approx((4096 - 1001) * 131_072 / 1008e9)
+    assert gap_s(windowed, 1000) == gap_s(full, 1000)
 
 
 def test_splitting_costs_sums() -> None:

@@ -33,6 +33,8 @@ class Script:
     drops_kept: bool = False
     # What chunks report: "usage", "token ids" or "nothing".
     reports: str = "usage"
+    # Tokens of a chat's answer that are reasoning, and no part of its content.
+    num_reasoning: int = 0
     tokens_per_chunk: int = 1
     # After this many tokens of all answers the server is gone.
     dies_after: int | None = None
@@ -101,7 +103,11 @@ class FakeEndpoint:
         asked = json.loads(body)
         self.bodies.append(asked)
         unknown = self.script.refused & (asked.keys() | asked["stream_options"].keys())
-        if unknown or (isinstance(asked["prompt"], list) and not self.script.takes_ids):
+        is_chat = head[0].startswith("POST /v1/chat/completions")
+        if is_chat != ("messages" in asked):
+            _reply(writer, 422, {"error": {"message": "completions have a prompt, chats have messages"}})
+            return True
+        if unknown or (isinstance(asked.get("prompt"), list) and not self.script.takes_ids):
             _reply(writer, 400, {"error": {"message": f"not taken: {', '.join(sorted(unknown)) or 'token ids'}"}})
             return True
         return await self._answer(asked, writer)
@@ -137,6 +143,8 @@ class FakeEndpoint:
         num_wanted = asked["max_tokens"] if script.ignores_eos else 1
         num_sent = 0
         await asyncio.sleep(script.first_s)
+        if "messages" in asked:  # as vLLM's server does: the role, before any token
+            _event(writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
         while num_sent < num_wanted:
             if num_sent:
                 await asyncio.sleep(script.gap_s)
@@ -168,7 +176,12 @@ class FakeEndpoint:
         return True
 
     def _chunk(self, asked: dict[str, Any], size: int, num_sent: int, *, is_last: bool) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "text": "a" * size, "finish_reason": "length" if is_last else None}
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if is_last else None}
+        if "messages" in asked:
+            is_reasoning = num_sent <= self.script.num_reasoning
+            choice["delta"] = {"reasoning_content" if is_reasoning else "content": "a" * size}
+        else:
+            choice["text"] = "a" * size
         chunk: dict[str, Any] = {"choices": [choice]}
         if self.script.reports == "token ids":
             choice["token_ids"] = [7] * size
@@ -179,7 +192,7 @@ class FakeEndpoint:
     def _usage(self, asked: dict[str, Any], num_sent: int) -> dict[str, Any]:
         cached = {"cached_tokens": 3}
         return {
-            "prompt_tokens": len(asked["prompt"]),
+            "prompt_tokens": _size(asked),
             "completion_tokens": num_sent,
             "prompt_tokens_details": cached,
         }
@@ -187,7 +200,12 @@ class FakeEndpoint:
 
 def is_trial(asked: dict[str, Any]) -> bool:
     """Returns whether a request only tries what the server takes. The tests' own requests are longer."""
-    return len(asked["prompt"]) <= 4 and asked["max_tokens"] == 2
+    return _size(asked) <= 4 and asked["max_tokens"] == 2
+
+
+def _size(asked: dict[str, Any]) -> int:
+    """Returns how many tokens or letters the prompt or the messages have."""
+    return sum(len(each["content"]) for each in asked["messages"]) if "messages" in asked else len(asked["prompt"])
 
 
 def _event(writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:

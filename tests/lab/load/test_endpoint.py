@@ -19,6 +19,7 @@ from fastgen.lab.records import Run
 from fastgen.lab.workloads.request import PlannedRequest
 from tests.lab.load.fake_endpoint import fake_endpoint, is_trial
 
+CHAT = "/v1/chat/completions"
 TLS = Path(__file__).parents[2] / "serving" / "tls"
 
 
@@ -139,6 +140,60 @@ def test_conversations_continue_with_the_answers() -> None:
             measured(fake.url, turns)
 
 
+@pytest.mark.parametrize(
+    ("script", "counted_by"),
+    [
+        ({"reports": "usage"}, "usage of each chunk"),
+        ({"reports": "token ids"}, "token ids of each chunk"),
+        ({"reports": "nothing"}, "one for each chunk"),
+        ({"reports": "nothing", "num_reasoning": 4}, "one for each chunk"),
+        (
+            {"reports": "usage", "refused": frozenset({"return_token_ids", "continuous_usage_stats"})},
+            "one for each chunk",
+        ),
+    ],
+)
+def test_tokens_of_chats_are_counted_by_what_the_server_gives(script: dict[str, Any], counted_by: str) -> None:
+    with fake_endpoint(tokens_per_chunk=2, first_s=0.01, **script) as fake:
+        run = measured(fake.url, requests(), endpoint=CHAT, codec=Letters())
+    assert run.header.target["tokens_counted_by"] == counted_by
+    assert run.header.target["prompts"] == "messages"
+    for record in run.records:
+        assert record.error is None, "the usage of the last chunk says how many there are"
+        assert (record.num_generated, record.num_prompt_tokens, record.finish_reason) == (6, 9, "length")
+        assert record.ttft_s is not None
+        assert record.ttft_s >= 0.01, "a chunk with the role alone is no token"
+
+
+def test_a_chat_has_the_prompt_as_the_users_message() -> None:
+    with fake_endpoint() as fake:
+        measured(f"{fake.url}/v1", requests(1), endpoint=CHAT, codec=Letters())
+    body = next(each for each in fake.bodies if not is_trial(each))
+    assert (body["max_tokens"], body["ignore_eos"], body["temperature"], body["stream"]) == (6, True, 0, True)
+    assert body["messages"] == [{"role": "user", "content": "klmnopqrs"}]
+    assert "prompt" not in body
+
+
+@pytest.mark.parametrize("num_reasoning", [0, 2])
+def test_turns_of_a_chat_are_messages_with_the_answers_between(num_reasoning: int) -> None:
+    turns = [
+        PlannedRequest(prompt_ids=(3,) * 9, num_new_tokens=6, due_s=0.0, session="s"),
+        PlannedRequest(prompt_ids=(5, 5), num_new_tokens=3, session="s", continues=True),
+        PlannedRequest(prompt_ids=(4,), num_new_tokens=2, session="s", continues=True),
+    ]
+    with fake_endpoint(num_reasoning=num_reasoning) as fake:
+        measured(fake.url, turns, endpoint=CHAT, codec=Letters())
+    # The size of the conversation is part of the workload: for reasoning, which a conversation leaves out, there are
+    # other tokens.
+    assert fake.bodies[-1]["messages"] == [
+        {"role": "user", "content": "d" * 9},
+        {"role": "assistant", "content": "a" * 6},
+        {"role": "user", "content": "ff"},
+        {"role": "assistant", "content": "aaa"},
+        {"role": "user", "content": "e"},
+    ]
+
+
 def test_a_server_that_dies_gives_failed_records() -> None:
     with fake_endpoint(dies_after=20, gap_s=0.001) as fake:
         planned = [PlannedRequest(prompt_ids=(1,) * 9, num_new_tokens=8, due_s=0.0, session="s") for _ in range(6)]
@@ -159,8 +214,10 @@ def test_no_server_and_other_servers_are_refused_with_a_sentence() -> None:
     for bad in ("localhost:8000", "ftp://localhost", "http://", "http://localhost:port"):
         with pytest.raises(InvalidArgumentError, match="is not a URL"):
             EndpointTarget(bad)
-    with pytest.raises(InvalidArgumentError, match="/v1/chat/completions is not known"):
-        EndpointTarget(url, endpoint="/v1/chat/completions")
+    with pytest.raises(InvalidArgumentError, match="/v1/embeddings is not known: /v1/completions and /v1/chat/"):
+        EndpointTarget(url, endpoint="/v1/embeddings")
+    with pytest.raises(InvalidArgumentError, match="takes messages of text, not token ids: name the model's tokenizer"):
+        EndpointTarget(url, endpoint=CHAT)
 
 
 def test_connections_are_used_again_and_the_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastgen.lab.load.formats import EventParser
+from fastgen.lab.load.events import EventParser
 from fastgen.lab.load.http_connection import BadResponseError, Response
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n6;x=y\r\n world\r\n0\r\n\r\n"

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from fastgen.errors import InvalidArgumentError, RecordingError
+from fastgen.lab.metrics.means import mean_interval
 from fastgen.lab.paper.falcon import AWS
 from fastgen.lab.paper.llama2 import latency_at, throughput_at
 from fastgen.lab.paper.registry import REPRODUCTIONS, reproduction
+from fastgen.lab.paper.replicas import ratios
 from fastgen.lab.paper.reproduction import Setting, read_result, write_pictures, write_result
 from tools import reproductions
 
@@ -86,6 +88,12 @@ def test_the_papers_order_of_policies_comes_out_of_the_scheduler() -> None:
 def test_replicas_scale_in_proportion() -> None:
     points = {point["replicas"]: point["request_throughput"][0] for point in kept_result("replicas")["points"]}
     assert points[16] / points[1] == pytest.approx(16, rel=0.05)
+
+
+def test_sixteen_replicas_have_the_goodput_of_sixteen() -> None:
+    mean, low, _ = mean_interval(ratios(kept_result("replicas")))
+    assert mean > 15.5
+    assert low > 15.5
 
 
 def test_figures_at_a_latency_lie_between_the_points_around_it() -> None:

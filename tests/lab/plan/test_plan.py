@@ -105,6 +105,25 @@ def test_the_text_shows_the_arithmetic() -> None:
     assert max(map(len, text.splitlines())) < 200
 
 
+def test_long_contexts_read_at_most_the_window() -> None:
+    shape = {"prompt": 12_000, "answer": 400}
+    windowed, full = (
+        make_plan(question(name, "A100-80", **shape, clients=8, token_budget=512), simulates=True)
+        for name in ("mistral-7b-v0.1", "mistral-7b-v0.2")
+    )
+    text, other = as_text(windowed), as_text(full)
+    assert "4,096 positions in 32 of 32 layers; so of 12,200 tokens on average 4,096 are read" in text
+    assert "sliding window" not in other
+    # 4,096 tokens of 128 KiB at 86 % of 2039 GB/s, in place of 12,200.
+    assert " + 0.306 ms KV cache + " in text
+    assert " + 0.912 ms KV cache + " in other
+    first, second = (plan.chosen.simulated for plan in (windowed, full) if plan.chosen)
+    assert first is not None
+    assert second is not None
+    for name in ("mean_tpot_ms", "mean_ttft_ms"):
+        assert (first.summary[name].value or 0) < 0.9 * (second.summary[name].value or 0)
+
+
 def test_the_json_has_everything() -> None:
     slo = SLO(tpot_ms=100)
     asked = question("llama-2-13b", "A100-80", prompt=1200, answer=60, slo=slo)

@@ -12,6 +12,7 @@ from fastgen.lab.plan.capacity import Shape
 from fastgen.lab.plan.simulated import simulate_point
 from fastgen.lab.plan.steady import Steady, decode_work_of, mixed_work_of, steady_states, with_waiting
 from fastgen.runtime.step_cost.cost import StepCost
+from fastgen.runtime.step_cost.sight import Sight
 from tests.lab.plan.questions import question
 
 COST = StepCost.linear(0.01, 0.0001)
@@ -71,9 +72,26 @@ def test_the_work_of_mean_steps() -> None:
     assert mixed_work_of(SHAPE, 3, 400) == (403, round(3 * 1050.5 + 500 + 200), 200_000, 3, 1, 1)
 
 
+def test_the_work_of_mean_steps_within_a_window() -> None:
+    within = (Sight(4096, 1.0, 1.0),)
+    assert decode_work_of(SHAPE, 3, within) == decode_work_of(SHAPE, 3)
+    assert mixed_work_of(SHAPE, 3, 400, within) == mixed_work_of(SHAPE, 3, 400)
+    half = (Sight(None, 0.5, 0.5), Sight(100, 0.5, 0.5))
+    assert decode_work_of(SHAPE, 3, half).num_context == round(3 * (0.5 * 1050.5 + 0.5 * 100))
+    # A token of the prompt sees 100 tokens, and fewer at its beginning: 95 on average.
+    assert mixed_work_of(SHAPE, 0, 400, half).num_pairs == round(400 * (0.5 * 500 + 0.5 * 95))
+    # From prompt to end of the answer the context grows from 1000 to 1101, and what is seen to 1050.
+    growing = decode_work_of(SHAPE, 1, (Sight(1050, 1.0, 1.0),)).num_context
+    assert growing == round((1025 * 50 + 1050 * 51) / 101)
+
+
 @pytest.mark.parametrize(
     ("name", "device", "devices", "prompt", "answer"),
-    [("llama-2-70b", "A100-80", 4, 2600, 60), ("llama-2-13b", "A100-80", 1, 1200, 128)],
+    [
+        ("llama-2-70b", "A100-80", 4, 2600, 60),
+        ("llama-2-13b", "A100-80", 1, 1200, 128),
+        ("mistral-7b-v0.1", "A100-80", 1, 6000, 200),
+    ],
 )
 def test_means_are_near_those_of_the_scheduler(name: str, device: str, devices: int, prompt: int, answer: int) -> None:
     """Throughput within 8 %, gaps within 15 %, from one client to saturation. First tokens, which depend on how

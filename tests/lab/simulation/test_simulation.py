@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,8 @@ from fastgen.lab.records import RequestRecord, Run
 from fastgen.lab.simulation import ServerSettings, Simulation, simulate
 from fastgen.lab.workloads.request import PlannedRequest
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.runtime.routing import ROUTERS
+from fastgen.runtime.routing import ROUTERS, RoutedRequest
+from fastgen.runtime.routing.routers import LeastTokens
 from fastgen.runtime.simulated import Arrival, SimulatedServer
 from fastgen.runtime.step_cost.cost import StepCost
 
@@ -179,3 +181,49 @@ def test_a_gap_between_steps_delays_all_that_follow() -> None:
     plain = simulate([request], SETTINGS, COST).records[0].token_times_s
     gapped = simulate([request], ServerSettings(num_blocks=2000, step_gap_s=0.5), COST).records[0].token_times_s
     assert gapped == pytest.approx([time_s + 0.5 * place for place, time_s in enumerate(plain)])
+
+
+def turns(seed: int) -> list[PlannedRequest]:
+    """Returns conversations of six turns that begin at drawn times, each with tokens of its own."""
+    draw, due_s, requests = random.Random(seed), 0.0, []
+    for number in range(24):
+        due_s += draw.expovariate(4)
+        requests += [
+            PlannedRequest(
+                prompt_ids=[draw.randrange(30_000) for _ in range(60)],
+                num_new_tokens=40,
+                due_s=due_s,
+                session=f"{number}",
+                think_s=0.5 if turn else 0.0,
+                continues=turn > 0,
+            )
+            for turn in range(6)
+        ]
+    return requests
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_prefix_affinity_finds_more_of_conversations_cached_than_other_routers(seed: int) -> None:
+    settings = ServerSettings(num_blocks=800, token_budget=256, max_num_seqs=16)
+
+    def num_cached(router: str) -> int:
+        run = simulate(turns(seed), settings, COST, num_replicas=4, router=router, seed=seed)
+        assert all(record.num_generated == 40 for record in run.records)
+        return sum(record.num_cached_tokens for record in run.records)
+
+    prefix = num_cached("prefix")
+    held = 24 * sum(100 * turn // 16 * 16 - 16 for turn in range(1, 6))  # the last token of an answer has no place
+    assert prefix > 0.95 * held, "nearly all turns go where the turn before went"
+    for other in ("random", "least_tokens", "round_robin"):
+        assert prefix > 1.3 * num_cached(other), other
+
+
+def test_a_router_that_is_passed_in_learns_of_each_request() -> None:
+    class Last(LeastTokens):
+        def rank(self, request: RoutedRequest, replicas: Sequence[str]) -> list[str]:
+            return super().rank(request, replicas)[::-1]
+
+    router = Last()
+    run = simulate(planned(20, rate=50), SETTINGS, COST, num_replicas=3, router=router)
+    assert run.header.target["router"] == "Last"
+    assert [router.outstanding(str(number)) for number in range(3)] == [0, 0, 0]

@@ -146,10 +146,12 @@ def test_chats_continue_with_the_answers_that_came() -> None:
     for number, request in enumerate(found[:3]):
         prompt = conversations.prompt(request)
         assert prompt == said + list(request.prompt_ids)
+        assert conversations.message_ends(request) == (4, 9, 13, 18)[: 2 * number]
         answer = [1000 + number] * 5
         conversations.answered(request, prompt, answer)
         said = prompt + answer
     assert conversations.prompt(found[3]) == list(found[3].prompt_ids), "another session begins empty"
+    assert conversations.message_ends(found[3]) == ()
     assert longest_sequence(found) == 3 * (4 + 5)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from functools import cache
 
 import pytest
 
@@ -18,12 +19,20 @@ from tests.runtime.histories import random_history
 SEEDS = range(10)
 
 
+@cache  # tests read what it returns, and change nothing
 def lived(seed: int, *, beams: bool = False) -> tuple[list[Generation], Recording]:
     history = random_history(
         random.Random(seed), failures=0.05, prefix_caching=seed % 2 == 0, beams=beams, drafts=seed % 3 == 0
     )
     history.live(150)
     return history.generations, history.engine.recorder.recording("m")
+
+
+@cache
+def explained(seed: int, *, beams: bool = False) -> dict[str, Why]:
+    """What is said of each sequence of a history, which takes longer than the history."""
+    _, recording = lived(seed, beams=beams)
+    return {name: why(recording, name) for name in names(recording)}
 
 
 def names(recording: Recording) -> list[str]:
@@ -37,9 +46,7 @@ def spans(facts: Why) -> list[Span]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_shares_sum_to_the_whole(seed: int) -> None:
-    _, recording = lived(seed, beams=True)
-    for name in names(recording):
-        facts = why(recording, name)
+    for name, facts in explained(seed, beams=True).items():
         for span in spans(facts):
             assert all(share.seconds > 0 for share in span.shares)
             assert math.isclose(sum(share.seconds for share in span.shares), span.seconds, rel_tol=1e-9, abs_tol=1e-12)
@@ -50,11 +57,11 @@ def test_shares_sum_to_the_whole(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_times_are_those_of_the_answers(seed: int) -> None:
-    generations, recording = lived(seed)
+    generations, _ = lived(seed)
     for generation in generations:
         queued = []
         for output in generation.output().completions:
-            facts = why(recording, f"{output.request_id}.{output.index}")
+            facts = explained(seed)[f"{output.request_id}.{output.index}"]
             metrics = output.metrics
             assert (facts.finish_reason, facts.new_tokens) == (output.finish_reason, len(output.token_ids))
             assert facts.ttft_s == metrics.ttft_s
@@ -75,8 +82,7 @@ def test_own_and_recomputed_time_recounted_token_by_token(seed: int) -> None:
     recomputed.
     """
     _, recording = lived(seed)
-    for name in names(recording):
-        facts = why(recording, name)
+    for name, facts in explained(seed).items():
         if facts.ttft_s is None:
             continue
         first_s = recording.arrival(name).clock_s + facts.ttft_s
@@ -100,9 +106,9 @@ def test_own_and_recomputed_time_recounted_token_by_token(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_beam_searchs_times_are_those_of_its_answers(seed: int) -> None:
-    generations, recording = lived(seed, beams=True)
+    generations, _ = lived(seed, beams=True)
     for generation in (generation for generation in generations if generation.request.has_beams):
         for output in generation.output().completions:
-            facts = why(recording, f"{output.request_id}.{output.index}")
+            facts = explained(seed, beams=True)[f"{output.request_id}.{output.index}"]
             assert (facts.ttft_s, facts.new_tokens) == (output.metrics.ttft_s, len(output.token_ids))
             assert (facts.worst_gap is None) == (not output.metrics.gaps_s)

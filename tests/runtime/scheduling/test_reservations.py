@@ -34,7 +34,7 @@ class Counts:
         self.num_preempted = history.engine.metrics.snapshot().preemptions_total
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 40))])
 @pytest.mark.parametrize("kind", ["request", "context"])
 def test_over_random_histories_nothing_is_preempted_and_all_is_released(seed: int, kind: str) -> None:
     rng = random.Random(seed)

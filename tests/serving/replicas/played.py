@@ -151,6 +151,8 @@ class PlayedHandle:
         while not (ranked := board.rank(first, list(self.replicas))):
             await asyncio.sleep(0.01)
         replica = self.replicas[ranked[0]]
+        if replica.is_silent:  # Ray waits until it accepts the request
+            await asyncio.sleep(WAIT_S)
         board.routed(first, ranked[0])
         if replica.is_dead:
             raise RayActorError

@@ -187,6 +187,12 @@ def test_a_replica_that_falls_silent_loses_its_requests_and_gets_no_more(monkeyp
                 assert await where(submit(replicas), a, b) is other
             other.finish(request.number, 6)
             assert await whole(request) == [6]
+            first.is_silent = False
+            await until(lambda: not replicas._board.silent)  # type: ignore[union-attr]
+            first.is_silent = True  # and requests come before it is noticed, which it does not accept
+            together = [submit(replicas) for _ in range(4)]
+            for each in together:
+                assert await where(each, other) is other
             for task in beating:
                 task.cancel()
 

@@ -40,10 +40,13 @@ def test_a_request_counts_where_it_went_and_not_where_it_was_expected() -> None:
     add(switchboard, 1)
     assert switchboard.rank(1, ["a", "b"])[0] == "a"
     assert outstanding(switchboard, "a", "b") == [100, 0]
+    assert switchboard.place(1) == "a"
     switchboard.routed(1, "b")
+    assert switchboard.place(1) == "b"
     assert outstanding(switchboard, "a", "b") == [0, 100]
     assert routed == [(1, "b")]
     switchboard.remove(1)
+    assert switchboard.place(1) is None
     assert outstanding(switchboard, "a", "b") == [0, 0]
     switchboard.routed(1, "b")  # Ray reports it after it has ended
     assert outstanding(switchboard, "a", "b") == [0, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -34,6 +35,7 @@ class AttentionSpecs:
     combine: KernelSpec
 
 
+@lru_cache(maxsize=256)  # layers of a model have few shapes
 def attention_specs(
     shape: AttentionShape,
     *,

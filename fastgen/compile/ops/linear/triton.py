@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ class FewRowSpecs:
         return 0 if self.reduce is None else self.num_splits * num_rows * self.out_features
 
 
+@lru_cache(maxsize=1024)  # most layers have a shape that another has
 def few_row_specs(shape: FewRowShape, num_rows: int, split: SplitK, *, needed_by: tuple[str, ...] = ()) -> FewRowSpecs:
     """Returns the kernels for up to ``row_tile(num_rows)`` rows. Splits without work are left out.
 

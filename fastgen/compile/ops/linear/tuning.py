@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -33,7 +32,7 @@ def tuned_split(shape: FewRowShape, num_rows: int, loader: KernelLoader, device:
         specs = few_row_specs(shape, num_rows, split)
         kernels = (specs.main,) if specs.reduce is None else (specs.main, specs.reduce)
         start = partial(_start_kernels, shape, num_rows, specs, loader, device)
-        ways.append(Way({"by": "kernel", **asdict(split)}, kernels, start))
+        ways.append(Way({"by": "kernel", **vars(split)}, kernels, start))
     if shape.library_serves:
         first = () if shape.weight == "plain" else (dequantize_spec(shape.in_features, shape.weight, shape.dtype),)
         ways.append(Way({"by": "library"}, first, partial(_start_library, shape, num_rows, loader, device)))

@@ -1,0 +1,49 @@
+"""Lets g++ read the header of x86 intrinsics precompiled, since most of a small kernel's build is parsing that header.
+
+``$CXX`` names a script that begins every source with the header. g++ looks in ``x86.h.gch/`` for one that was
+precompiled with the flags of the build, and reads the header itself if there is none. The binaries are the same bytes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+from fastgen.compile.build.cache import KernelCache
+from fastgen.compile.build.cpp import CppBuilder, find_compiler, runnable_arches
+from fastgen.compile.host import device
+
+
+def use_precompiled_header() -> None:
+    """Sets ``$CXX`` for this process and those that it starts, unless it is set, or this is no x86 CPU with g++."""
+    if "CXX" not in os.environ and platform.machine() == "x86_64" and (compiler := shutil.which("g++")):
+        os.environ["CXX"] = str(_precompiled(compiler))
+        find_compiler.cache_clear()
+
+
+def _precompiled(compiler: str) -> Path:
+    """Returns the script. It lies with its headers beside the kernels that are built, so later runs find them."""
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True).stdout
+    directory = KernelCache().directory / f".headers-{hashlib.sha256(version).hexdigest()[:12]}"
+    header, script = directory / "x86.h", directory / "g++"
+    precompiled = directory / "x86.h.gch"
+    precompiled.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with open(directory / "lock", "w") as lock:  # one of several test processes makes them
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not script.exists():
+            header.write_text("#include <immintrin.h>\n", encoding="utf-8")
+            script.write_text(f'#!/bin/sh\nexec {compiler} -include {header} "$@"\n', encoding="utf-8")
+            script.chmod(0o700)
+        for arch in runnable_arches(device.current("cpu")):
+            flags = CppBuilder(arch, compiler).flags
+            place = precompiled / hashlib.sha256(" ".join(flags).encode()).hexdigest()[:12]
+            if not place.exists():
+                draft = directory / "draft"
+                subprocess.run([compiler, *flags, "-x", "c++-header", "-o", str(draft), str(header)], check=True)
+                os.replace(draft, place)
+    return script
