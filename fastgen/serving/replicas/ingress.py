@@ -92,11 +92,15 @@ class Ingress:
 
     async def _watch(self) -> None:
         """Deletes the application after a client has ended the server. Ends this actor after the server's process has
-        failed, which Ray Serve notices at once.
+        failed, which Ray Serve notices at once. Does neither where the actor itself was to end, such as in a rolling
+        update, after which another one serves.
         """
-        if (status := await asyncio.shield(self._ended)) == 0:
+        status = await asyncio.shield(self._ended)
+        if self._is_ending:
+            return
+        if status == 0:
             await asyncio.to_thread(serve.delete, self._app, _blocking=False)
-        elif not self._is_ending:
+        else:
             _log.error("the server's process %s", ending_text(status))
             os._exit(1)
 

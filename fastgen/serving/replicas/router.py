@@ -29,6 +29,8 @@ class ReplicaRouter(RequestRouter):
         board = Switchboard.current
         if board is None or pending_request is None:
             return [candidate_replicas]
+        # Where no replica is chosen, Ray asks again; without a pause it would do nothing else in this thread.
+        pending_request.routing_context.should_backoff = True
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         first = pending_request.args[0]
         if pending_request.metadata.call_method in TARGETED:
