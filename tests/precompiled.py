@@ -6,6 +6,7 @@ precompiled with the flags of the build, and reads the header itself if there is
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -20,10 +21,14 @@ from fastgen.compile.host import device
 
 
 def use_precompiled_header() -> None:
-    """Sets ``$CXX`` for this process and those that it starts, unless it is set, or this is no x86 CPU with g++."""
+    """Sets ``$CXX`` for this process and those that it starts, unless it is set, or this is no x86 CPU with g++.
+
+    Where the cache of kernels cannot be written, tests build without the header.
+    """
     if "CXX" not in os.environ and platform.machine() == "x86_64" and (compiler := shutil.which("g++")):
-        os.environ["CXX"] = str(_precompiled(compiler))
-        find_compiler.cache_clear()
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            os.environ["CXX"] = str(_precompiled(compiler))
+            find_compiler.cache_clear()
 
 
 def _precompiled(compiler: str) -> Path:

@@ -180,8 +180,17 @@ PRODUCTS = {
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have other assemblers")
-@pytest.mark.parametrize("compiler", ["g++", "clang++"])
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize(
+    ("name", "compiler"),
+    [
+        *((name, "g++") for name in PRODUCTS),
+        # by the other compiler each product once: of bytes, and of bf16
+        *(
+            pytest.param(name, "clang++", marks=() if name in ("int8", "attention") else pytest.mark.slow)
+            for name in PRODUCTS
+        ),
+    ],
+)
 def test_the_unit_itself_is_used_without_emulation(
     name: str, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ from tests.runtime.checkpoints import save_checkpoint
 from tests.runtime.test_same_answer_cpp import FAMILIES, checkpoint
 
 BUDGET = 32
-SIZES: dict[str, Any] = {"token_budget": BUDGET, "max_num_seqs": 5, "max_model_len": 3 * BUDGET + 1, "block_size": 8}
+SIZES: dict[str, Any] = {"token_budget": BUDGET, "max_num_seqs": 5, "max_model_len": 3 * BUDGET + 1, "block_size": 16}
 MODELS = (*FAMILIES, "opt", "mistral")
 BUILDS: dict[str, dict[str, Any]] = {
     "cpp fp32": {"target": "cpp"},

@@ -60,8 +60,8 @@ def names_it(named: str, touched: Sequence[str]) -> bool:
 class Hunt:
     """Judges mutants of one recipe; what they share is made once."""
 
-    def __init__(self, recipe: Recipe, directory: Path):
-        cases = Cases(directory, num_configs=NUM_CONFIGS, seed=0, model_class=REFERENCES.get(recipe.name))
+    def __init__(self, recipe: Recipe, directory: Path, num_configs: int = NUM_CONFIGS):
+        cases = Cases(directory, num_configs=num_configs, seed=0, model_class=REFERENCES.get(recipe.name))
         self.verifier = Verifier(cases)
         for case in cases.of(recipe):
             comparison = self.verifier.comparer.compare(recipe, case)

@@ -14,8 +14,9 @@ import pytest
 from fastgen.models.recipe.tree import NodePath
 from fastgen.models.registry.registry import named_recipe
 from fastgen.verify.edits import replaced
+from tests.draws import number
 from tests.verify import mutation_report
-from tests.verify.hunt import Hunt, judge, mutants_of, names_it, report, shipped
+from tests.verify.hunt import NUM_CONFIGS, Hunt, judge, mutants_of, names_it, report, shipped
 from tests.verify.mutation_report import Row
 
 MIN_REJECTED, MIN_RIGHT = 0.95, 0.90
@@ -39,7 +40,7 @@ def test_the_page_is_of_all_recipes_and_holds_the_rates() -> None:
 
 @pytest.fixture(scope="module")
 def hunt(tmp_path_factory: pytest.TempPathFactory) -> Hunt:
-    return Hunt(named_recipe("phi"), tmp_path_factory.mktemp("hunt"))
+    return Hunt(named_recipe("phi"), tmp_path_factory.mktemp("hunt"), number(NUM_CONFIGS, in_short=8))
 
 
 def test_a_sample_is_rejected_at_its_nodes(hunt: Hunt) -> None:
