@@ -178,3 +178,17 @@ def test_a_gap_between_steps_delays_all_that_follow() -> None:
     plain = simulate([request], SETTINGS, COST).records[0].token_times_s
     gapped = simulate([request], ServerSettings(num_blocks=2000, step_gap_s=0.5), COST).records[0].token_times_s
     assert gapped == pytest.approx([time_s + 0.5 * place for place, time_s in enumerate(plain)])
+
+
+def test_a_request_that_arrives_keeps_the_engine() -> None:
+    requests = [
+        PlannedRequest(prompt_ids=(1,) * 100, num_new_tokens=40, due_s=0.0),
+        PlannedRequest(prompt_ids=(2,) * 100, num_new_tokens=1, due_s=0.1),
+    ]
+    sizes = {"num_blocks": 2000, "prefix_caching": False}
+    plain, kept = (simulate(requests, ServerSettings(**sizes, arrival_s=each), COST).records for each in (0.0, 0.05))
+    assert kept[0].token_times_s[0] == pytest.approx(plain[0].token_times_s[0] + 0.05)
+    # The other one keeps it once more, while the first is answered.
+    assert kept[0].ended_s == pytest.approx(plain[0].ended_s + 2 * 0.05)
+    with pytest.raises(InvalidArgumentError, match="arrival_s=-1"):
+        ServerSettings(num_blocks=10, arrival_s=-1)
