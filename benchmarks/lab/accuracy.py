@@ -201,12 +201,15 @@ class Bench:
         self.engine.clock = clock
         self.engine.answers.gives_text = False
         self.engine.recorder.max_steps, self.engine.recorder.max_bytes = 10**6, 2**30
+        # How long an arriving request keeps the engine, by the last designed steps.
+        self.arrival_s = 0.0
         DesignedSteps(self.engine).warm_up()
 
     def designed(self, seed: int) -> list[MeasuredStep]:
         self.engine.answers.on_end = None  # that of the last run
-        begin_s = self.engine.clock()
-        DesignedSteps(self.engine, seed=seed).run(self.model.calibration_s / 2)
+        begin_s, steps = self.engine.clock(), DesignedSteps(self.engine, seed=seed)
+        steps.run(self.model.calibration_s / 2)
+        self.arrival_s = median(steps.arrivals_s)
         return self.steps_since(begin_s)
 
     def steps_since(self, begin_s: float) -> list[MeasuredStep]:
@@ -228,6 +231,7 @@ class Bench:
             max_model_len=config.max_model_len,
             prefix_caching=config.prefix_caching,
             step_gap_s=self.step_gap_s(),
+            arrival_s=self.arrival_s,
         )
 
     def round(self, number: int, name: str, case: Case) -> dict[str, Any]:

@@ -100,6 +100,7 @@ def _question(asked: PlanOptions, given: dict[str, Any]) -> Question:
         efficiency=parse_efficiency(asked.efficiency),
         measured=None if measured is None else measured.cost,
         step_gap_s=0.0 if measured is None else measured.step_gap_s,
+        arrival_s=0.0 if measured is None else measured.arrival_s,
         most_budget=None if measured is None else measured.engine["token_budget"],
     )
 

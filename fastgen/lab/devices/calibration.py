@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 from itertools import pairwise
@@ -58,6 +58,8 @@ class Calibration:
     residuals: dict[str, Residuals]
     # Median time between two steps while there was work.
     step_gap_s: float
+    # Median time for which a request that arrives keeps the engine from its steps; 0 where a recording does not say.
+    arrival_s: float = 0.0
 
     def as_text(self) -> str:
         """Returns lines for people."""
@@ -86,7 +88,8 @@ def calibrate(
         steps.run(_WARM_UP * seconds)
         begin_s = engine.clock()
         steps.run((1 - _WARM_UP) * seconds)
-        return calibration_of(recorder.recording(model), from_s=begin_s, sights=sights)
+        found = calibration_of(recorder.recording(model), from_s=begin_s, sights=sights)
+        return replace(found, arrival_s=median(steps.arrivals_s))
     finally:
         recorder.max_steps, recorder.max_bytes = bounds
 

@@ -29,6 +29,8 @@ class DesignedSteps:
         self._most_sequences = scheduler.max_num_seqs
         pool, groups = scheduler.kv.pool, scheduler.kv.num_groups
         self._most_cached = pool.capacity // groups * scheduler.kv.block_size
+        # How long each request kept the engine when it was submitted, in seconds.
+        self.arrivals_s: list[float] = []
         self._most_tokens = max(4, min(engine.max_model_len, self._most_cached) - 1)
 
     def warm_up(self) -> None:
@@ -83,4 +85,6 @@ class DesignedSteps:
         num_ids = min(_MOST_IDS, self._engine.vocab_size)
         prompt_ids = [self._draw.randrange(num_ids) for _ in range(num_prompt)]
         sampling = SamplingParams(max_new_tokens=num_new, temperature=0.0, ignore_eos=True)
+        begin_s = self._engine.clock()
         self._engine.submit(prompt_ids, sampling)
+        self.arrivals_s.append(self._engine.clock() - begin_s)

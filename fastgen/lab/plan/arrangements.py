@@ -48,9 +48,10 @@ class Question:
     sizes: Sizes = field(default_factory=Sizes)
     efficiency: Efficiency = field(default_factory=Efficiency)
     # In place of the datasheet: the cost of a step as it was measured, on as many devices as share a copy, the time
-    # between two steps, and the largest budget that it was measured for.
+    # between two steps and for an arriving request, and the largest budget that it was measured for.
     measured: StepCost | None = None
     step_gap_s: float = 0.0
+    arrival_s: float = 0.0
     most_budget: int | None = None
 
     @property

@@ -73,6 +73,7 @@ def simulate_point(question: Question, arrangement: Arrangement, point: Point, c
         prefix_caching=False,
         runs_ahead=True,
         step_gap_s=question.step_gap_s,
+        arrival_s=question.arrival_s,
     )
     num_requests = min(_MOST, max(_LEAST, _PER_CLIENT * clients))
     most_prompt = _longest_prompt(shape, config.max_model_len)

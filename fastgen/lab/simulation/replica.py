@@ -49,7 +49,7 @@ class Replica:
         )
         self.engine, self.clock = self._server.engine, self._server.clock
         self.engine.answers.on_end = on_end
-        self._step_gap_s = settings.step_gap_s
+        self._step_gap_s, self._arrival_s = settings.step_gap_s, settings.arrival_s
         if records_flight:  # all of it, however long
             self.engine.recorder.max_steps = self.engine.recorder.max_bytes = sys.maxsize
         # Until when the policy waits for more requests.
@@ -73,7 +73,7 @@ class Replica:
         try:
             return self.engine.submit(prompt_ids, self._samplings[num_new])
         finally:
-            self.clock.now_s = self._resumes_s = step_end_s
+            self.clock.now_s = self._resumes_s = step_end_s + self._arrival_s
 
     def step(self) -> None:
         """Runs the next step. The clock shows then when the one after it may begin."""

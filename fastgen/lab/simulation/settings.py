@@ -34,12 +34,14 @@ class ServerSettings:
     runs_ahead: bool = False
     # Seconds between two steps in which the server does other things.
     step_gap_s: float = 0.0
+    # Seconds for which a request that arrives keeps the engine from its steps: it is checked and queued.
+    arrival_s: float = 0.0
     # Seconds from the sending of a request until the engine has it, and from a step's end until its tokens arrive.
     request_delay_s: float = 0.0
     token_delay_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("step_gap_s", "request_delay_s", "token_delay_s"):
+        for name in ("step_gap_s", "arrival_s", "request_delay_s", "token_delay_s"):
             if getattr(self, name) < 0:
                 raise InvalidArgumentError(f"{name}={getattr(self, name)}: expected seconds, at least 0")
         choose_policy(self.policy, self.itl_target_ms)

@@ -47,6 +47,7 @@ def test_steps_of_a_model_with_windows_are_counted_by_them(tmp_path: Path) -> No
     device = replace(DEVICE, context_s=4e-6, sights=(Sight(64, 1.0, 1.0),))
     found = calibrate(server(device).engine, "device", seconds=60, sights=device.sights)
     assert found.cost.sights == device.sights
+    assert found.arrival_s == 0.0, "the clock of a simulated device stands still meanwhile"
     assert found.cost.context_s == pytest.approx(4e-6, rel=0.1)
     write_calibration(found, tmp_path / "cost.json")
     assert read_calibration(tmp_path / "cost.json") == found

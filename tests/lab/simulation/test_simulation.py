@@ -227,3 +227,17 @@ def test_a_router_that_is_passed_in_learns_of_each_request() -> None:
     run = simulate(planned(20, rate=50), SETTINGS, COST, num_replicas=3, router=router)
     assert run.header.target["router"] == "Last"
     assert [router.outstanding(str(number)) for number in range(3)] == [0, 0, 0]
+
+
+def test_a_request_that_arrives_keeps_the_engine() -> None:
+    requests = [
+        PlannedRequest(prompt_ids=(1,) * 100, num_new_tokens=40, due_s=0.0),
+        PlannedRequest(prompt_ids=(2,) * 100, num_new_tokens=1, due_s=0.1),
+    ]
+    sizes = {"num_blocks": 2000, "prefix_caching": False}
+    plain, kept = (simulate(requests, ServerSettings(**sizes, arrival_s=each), COST).records for each in (0.0, 0.05))
+    assert kept[0].token_times_s[0] == pytest.approx(plain[0].token_times_s[0] + 0.05)
+    # The other one keeps it once more, while the first is answered.
+    assert kept[0].ended_s == pytest.approx(plain[0].ended_s + 2 * 0.05)
+    with pytest.raises(InvalidArgumentError, match="arrival_s=-1"):
+        ServerSettings(num_blocks=10, arrival_s=-1)

@@ -93,6 +93,18 @@ def test_a_fit_expects_what_held_out_steps_take(noise: float, tolerance: float) 
         assert abs(found.bias) < tolerance, kind
 
 
+def test_one_token_may_take_longer_than_a_few() -> None:
+    rng = random.Random(6)
+    times_s = {1: 0.023, 2: 0.019, 4: 0.019, 6: 0.019, 8: 0.020, 16: 0.034}
+    steps = [
+        MeasuredStep(decode_work([50] * num), times_s[num] * rng.lognormvariate(0.0, 0.03), num)
+        for num in rng.choices(list(times_s), k=600)
+    ]
+    fitted = fit_step_cost(steps)
+    for num, seconds in times_s.items():
+        assert fitted.seconds(decode_work([50] * num)) == pytest.approx(seconds, rel=0.02), num
+
+
 def test_pauses_scale_the_sum_and_bend_nothing() -> None:
     """Each fiftieth step is paused for a second: together the steps take as long as measured, and the expected times of
     two kinds keep their proportion."""
