@@ -1,8 +1,8 @@
 """Ray Serve's own prefix router (``PrefixCacheAffinityRouter``, 2.60) for comparisons in the simulator.
 
 The prefix tree is Ray's, called without a cluster. The rule around it is that of its ``choose_replicas``, whose code
-cannot run without one. Ray's tree has characters, so a block's hash is spelled as 16 characters, one for each token of
-a block of 16. Queue lengths are exact, where Ray has a cache of them.
+cannot run without one. Ray's tree has characters, so each full block of a prompt is spelled as the 16 hexadecimal
+digits of its hash. Queue lengths are exact, where Ray has a cache of them.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ COMPARISONS = {
     ),
     "more_conversations": Comparison(
         "The same conversations, 1.3 begin each second and replica, about as many as can be answered",
-        conversations, 1.3, 4, 120.0, 70.0, ("ray", "prefix"), _SEEDS,
+        conversations, 1.3, 4, 120.0, 70.0, ("ray", "prefix"), (*_SEEDS, 5, 6, 7, 8),
     ),
     "fewer_conversations": Comparison(
         "The same conversations, 0.3 begin each second and replica",
@@ -76,12 +76,16 @@ COMPARISONS = {
     "prefixes": Comparison(
         "Prompts of 2,048 + 128 tokens and answers of 64; 64 prefixes, some far more frequent; 16 requests each second "
         "and replica",
-        prefixes, 16.0, 8, 60.0, 20.0, ALL, _SEEDS,
+        prefixes, 16.0, 8, 60.0, 20.0, ALL, _SEEDS[:3],
+    ),
+    "large": Comparison(
+        "256 replicas: conversations of turns of 150 + 350 tokens, one begins each second and replica",
+        conversations, 1.0, 256, 36.0, 14.0, ("ray", "prefix"), _SEEDS[:1],
     ),
     "large_prefixes": Comparison(
         "256 replicas: prompts of 2,048 + 128 tokens and answers of 64; 2,048 prefixes, some far more frequent; 16 "
         "requests each second and replica",
-        prefixes, 16.0, 256, 10.0, 4.0, ("least_tokens", "ray", "prefix"), _SEEDS[:1],
+        prefixes, 16.0, 256, 8.0, 3.0, ("ray", "prefix"), _SEEDS[:1],
     ),
 }  # fmt: skip
 

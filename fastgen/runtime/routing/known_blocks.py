@@ -46,15 +46,13 @@ class KnownBlocks:
         ``guess``.
         """
         hashes, newer, older = request.block_hashes, self._newer.hashes, self._older.hashes
-
-        def is_unknown(place: int) -> bool:
-            return hashes[place] not in newer and hashes[place] not in older
-
-        if guess and is_unknown(guess - 1):
-            return bisect_left(range(guess - 1), True, key=is_unknown)
-        if guess == len(hashes) or is_unknown(guess):
+        if guess and hashes[guess - 1] not in newer and hashes[guess - 1] not in older:
+            first, end = 0, guess - 1
+        elif guess == len(hashes) or (hashes[guess] not in newer and hashes[guess] not in older):
             return guess
-        return bisect_left(range(len(hashes)), True, guess + 1, key=is_unknown)
+        else:
+            first, end = guess + 1, len(hashes)
+        return bisect_left(hashes, True, first, end, key=lambda each: each not in newer and each not in older)
 
     def num_tokens(self, request: RoutedRequest, num_blocks: int) -> int:
         """Returns how many tokens of a prompt are held where ``num_blocks`` are known. If an earlier prompt ended
@@ -63,7 +61,9 @@ class KnownBlocks:
         if not num_blocks:
             return 0
         last = request.block_hashes[num_blocks - 1]
-        answered = self._newer.tokens_at_end.get(last) or self._older.tokens_at_end.get(last, 0)
+        answered = self._newer.tokens_at_end.get(last) or self._older.tokens_at_end.get(last)
+        if answered is None:
+            return num_blocks * self.block_size
         return min(max(answered, num_blocks * self.block_size), request.num_prompt_tokens)
 
 

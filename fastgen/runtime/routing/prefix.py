@@ -48,8 +48,9 @@ class PrefixAffinity(CountingRouter):
         for replica in busyness:
             known = self._known.get(replica)
             if known is not None:
-                num_blocks = known.num_blocks(request, num_blocks)
-                busyness[replica] -= known.num_tokens(request, num_blocks) * margin
+                num_blocks = known.num_blocks(request, num_blocks)  # mostly as many as of the replica before
+                if num_blocks:
+                    busyness[replica] -= known.num_tokens(request, num_blocks) * margin
         if own in busyness:
             busyness[own] = min(busyness[own], self._busyness(own) - num_own * margin)
         return sorted(busyness, key=busyness.__getitem__)
