@@ -76,7 +76,7 @@ COMPARISONS = {
     "prefixes": Comparison(
         "Prompts of 2,048 + 128 tokens and answers of 64; 64 prefixes, some far more frequent; 16 requests each second "
         "and replica",
-        prefixes, 16.0, 8, 60.0, 20.0, ALL, _SEEDS[:3],
+        prefixes, 16.0, 8, 60.0, 20.0, ALL, _SEEDS,
     ),
     "large": Comparison(
         "256 replicas: conversations of turns of 150 + 350 tokens, one begins each second and replica",
@@ -181,6 +181,7 @@ def measured(comparison: Comparison, name: str, seed: int) -> dict[str, float]:
 
 def compare(comparison: Comparison) -> dict[str, Any]:
     """Returns the figures of every router and seed."""
+    machine = machine_facts()  # with the build that begins, whatever is committed meanwhile
     found: dict[str, list[dict[str, float]]] = {name: [] for name in comparison.routers}
     for seed in comparison.seeds:
         for name in comparison.routers:
@@ -189,7 +190,7 @@ def compare(comparison: Comparison) -> dict[str, Any]:
             found[name].append(figures)
             print(f"  {name}, seed {seed}, {time.monotonic() - began_s:.0f} s: {figures}", flush=True)
     facts = {key: value for key, value in asdict(comparison).items() if key not in ("load", "routers")}
-    return {**facts, "routers": found, "date": datetime.now(UTC).date().isoformat(), "machine": machine_facts()}
+    return {**facts, "routers": found, "date": datetime.now(UTC).date().isoformat(), "machine": machine}
 
 
 def tables(results: Mapping[str, Any]) -> str:
