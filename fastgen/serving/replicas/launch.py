@@ -34,6 +34,7 @@ def run_replicas(given: Mapping[str, Any], *, on_ready: Callable[[Deployment], N
     Raises ``FastgenError`` where the server cannot start.
     """
     _, options = sort_arguments(given)
+    api_key = os.environ.pop(API_KEY_VARIABLE, None)  # only the server's process is to have it
     ports = {"port": options.port, "grpc_port": options.grpc_port}
     given = {**given, **{name: _free_port(options.host) for name, port in ports.items() if port == 0}}
     with connected(options.address) as cluster:
@@ -42,7 +43,7 @@ def run_replicas(given: Mapping[str, Any], *, on_ready: Callable[[Deployment], N
         from fastgen.serving.replicas.application import application
 
         endings = _Endings()
-        app = application(given, os.environ.get(API_KEY_VARIABLE))
+        app = application(given, api_key)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         if APP in serve.status().applications:
             raise FastgenError(
@@ -76,7 +77,8 @@ def _until_running(cluster: Cluster, endings: _Endings) -> bool:
             raise FastgenError("the application was deleted before it ran")
         if application.status == "RUNNING":
             return True
-        if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+        has_failed = any("Error: " in one.message for one in application.deployments.values())
+        if has_failed or application.status in ("DEPLOY_FAILED", "UNHEALTHY"):  # another attempt would fail too
             raise FastgenError(_reason(application))
     return False
 
