@@ -97,28 +97,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    machine = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
+    about = {"machine": machine, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "fastgen": fastgen.__version__}
+    about |= {"ray": ray.__version__, "commit": commit(), "streams": NUM_STREAMS, "requests": NUM_REQUESTS}
     calibration = Calibration(os.cpu_count() or 1)
-    entries = []
+    entries: list[Data] = []
     with tempfile.TemporaryDirectory() as directory:
         for name in arguments.models.split(","):
             model = str(write_model(name, Path(directory))) if name.startswith("llama-") else name
-            rounds = []
+            rounds: list[Data] = []
+            entries.append({"model": name, "rounds": rounds})
             for number in range(arguments.rounds):
                 rounds.append(measure(model, number, calibration))
                 speeds = {side: each["tokens_per_s"] for side, each in rounds[-1]["sides"].items()}
                 print(f"{name} round {number + 1}: {speeds}", file=sys.stderr, flush=True)
+                if arguments.output is not None:  # after every round, so that nothing is lost
+                    arguments.output.write_text(json.dumps(about | {"models": entries}, indent=1) + "\n")
             added = first_token_added_ms(rounds)
             print(
                 f"{name}: replicas lose {shown(loss(rounds))}; the first token comes {statistics.median(added):.2f} ms "
                 f"later ({min(added):.2f} to {max(added):.2f})",
                 flush=True,
             )
-            entries.append({"model": name, "rounds": rounds})
-    if arguments.output is not None:
-        machine = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
-        about = {"machine": machine, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "fastgen": fastgen.__version__}
-        about |= {"ray": ray.__version__, "commit": commit(), "streams": NUM_STREAMS, "requests": NUM_REQUESTS}
-        arguments.output.write_text(json.dumps(about | {"models": entries}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
