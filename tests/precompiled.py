@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -42,7 +43,9 @@ def _precompiled(compiler: str) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not script.exists():
             header.write_text("#include <immintrin.h>\n", encoding="utf-8")
-            script.write_text(f'#!/bin/sh\nexec {compiler} -include {header} "$@"\n', encoding="utf-8")
+            script.write_text(
+                f'#!/bin/sh\nexec {shlex.quote(compiler)} -include {shlex.quote(str(header))} "$@"\n', encoding="utf-8"
+            )
             script.chmod(0o700)
         for arch in runnable_arches(device.current("cpu")):
             flags = CppBuilder(arch, compiler).flags
