@@ -28,9 +28,9 @@ from fastgen.serving.engine.request import EngineRequest, EngineWatcher
 from fastgen.serving.engine.supervisor import State
 from fastgen.serving.refusals import EngineDiedError, UnavailableError
 from fastgen.serving.replicas.inbox import Inbox
+from fastgen.serving.replicas.membership import RAY_ERRORS, Membership, Replica, awaited
 from fastgen.serving.replicas.messages import Answered, FromReplica
-from fastgen.serving.replicas.roster import RAY_ERRORS, Replica, Roster, awaited
-from fastgen.serving.replicas.switchboard import Switchboard
+from fastgen.serving.replicas.routing_table import RoutingTable
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -79,14 +79,14 @@ class ReplicaSet:
         # The last number of those that were sent again, by their first.
         self._renumbered: dict[int, int] = {}
         self._inbox: Inbox | None = None
-        self._board: Switchboard | None = None
-        self._roster: Roster | None = None
+        self._routes: RoutingTable | None = None
+        self._members: Membership | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def replicas(self) -> Mapping[str, Replica]:
         """Returns the attached replicas, by their ids."""
-        return {} if self._roster is None else self._roster.replicas
+        return {} if self._members is None else self._members.replicas
 
     @property
     def state(self) -> State:
@@ -99,7 +99,7 @@ class ReplicaSet:
     @property
     def facts(self) -> EngineFacts | None:
         """Returns the properties of an engine, once one is attached. All engines have the same."""
-        return self._roster.facts.result() if self._roster is not None and self._roster.facts.done() else None
+        return self._members.facts.result() if self._members is not None and self._members.facts.done() else None
 
     @property
     def status(self) -> Status:
@@ -110,7 +110,7 @@ class ReplicaSet:
     @property
     def num_restarts(self) -> int:
         """Returns how many replicas are gone, and how often the engines of the present ones were restarted."""
-        num_gone = 0 if self._roster is None else self._roster.num_gone
+        num_gone = 0 if self._members is None else self._members.num_gone
         return num_gone + sum(replica.num_restarts for replica in self.replicas.values())
 
     @property
@@ -120,8 +120,8 @@ class ReplicaSet:
 
     def replica_views(self) -> list[ReplicaView]:
         """Returns the state of each replica."""
-        board = self._board
-        router, silent = (None, frozenset()) if board is None else (board.router, board.silent)
+        routes = self._routes
+        router, silent = (None, frozenset()) if routes is None else (routes.router, routes.silent)
         return [
             ReplicaView(
                 id=one.id,
@@ -139,24 +139,24 @@ class ReplicaSet:
         """Waits until a replica is ready. Raises ``FastgenError`` if none can be used."""
         loop = asyncio.get_running_loop()
         self._inbox = Inbox(secrets.token_hex(8), self._host, self._take)
-        self._board = Switchboard.current = Switchboard(
+        self._routes = RoutingTable.current = RoutingTable(
             lambda ids: _call(loop, self._replicas_changed, ids),
             lambda number, replica: _call(loop, self._routed, number, replica),
         )
-        self._roster = roster = Roster(
-            self._handle, self._inbox.address, self._board, self._watcher, router=self._router, on_lost=self._lost
+        self._members = members = Membership(
+            self._handle, self._inbox.address, self._routes, self._watcher, router=self._router, on_lost=self._lost
         )
-        self._tasks = [asyncio.create_task(roster.watch(self._on_beat)), asyncio.create_task(roster.knock())]
-        outcomes: set[asyncio.Future[Any]] = {roster.facts, roster.failure}
+        self._tasks = [asyncio.create_task(members.watch(self._on_beat)), asyncio.create_task(members.discover())]
+        outcomes: set[asyncio.Future[Any]] = {members.facts, members.failure}
         await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED)
-        if roster.failure.done():
-            raise FastgenError(roster.failure.result())
-        return roster.facts.result()
+        if members.failure.done():
+            raise FastgenError(members.failure.result())
+        return members.facts.result()
 
     async def failed(self) -> str:
         """Waits until replicas can never be used, and returns why. Those that end are replaced by Ray Serve."""
-        assert self._roster is not None
-        return await asyncio.shield(self._roster.failure)
+        assert self._members is not None
+        return await asyncio.shield(self._members.failure)
 
     def check_ready(self) -> None:
         """Raises ``UnavailableError`` if requests cannot be accepted now."""
@@ -247,10 +247,10 @@ class ReplicaSet:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
-        if self._roster is not None:
-            await self._roster.stop()
-        if self._board is not None and Switchboard.current is self._board:
-            Switchboard.current = None
+        if self._members is not None:
+            await self._members.stop()
+        if self._routes is not None and RoutingTable.current is self._routes:
+            RoutingTable.current = None
         if self._inbox is not None:
             self._inbox.close()
 
@@ -280,9 +280,9 @@ class ReplicaSet:
     async def _run(self, message: Submit, routed: RoutedRequest, num_sequences: int) -> Answered:
         """Runs a request at the replica that the router chooses, until it has ended there, or is lost."""
         assert self._inbox is not None
-        assert self._board is not None
+        assert self._routes is not None
         number = message.number
-        self._board.add(number, routed)
+        self._routes.add(number, routed)
         response: Any = self._handle.run.remote(
             number, self._inbox.address.server, encoder.encode(message), num_sequences
         )
@@ -296,7 +296,7 @@ class ReplicaSet:
             return Answered(error=f"{self._place_text(number)} ended while this request was in it: {_kind(error)}")
         finally:
             del self._losing[number]
-            self._board.remove(number)
+            self._routes.remove(number)
             if not answer.done():
                 response.cancel()
                 answer.cancel()
@@ -327,9 +327,9 @@ class ReplicaSet:
 
     def _lost(self, replica: str) -> None:
         """Ends the wait for all requests in a replica that is silent for too long, or on their way to it."""
-        assert self._board is not None
+        assert self._routes is not None
         for number, lost in self._losing.items():
-            if self._board.place(number) == replica and not lost.done():
+            if self._routes.place(number) == replica and not lost.done():
                 lost.set_result(Answered(error=f"replica {replica} has fallen silent with this request in it"))
 
     def _place_text(self, number: int) -> str:
@@ -340,17 +340,17 @@ class ReplicaSet:
 
     def _replicas_changed(self, ids: list[str]) -> None:
         if not self._is_stopped:
-            assert self._roster is not None
-            self._roster.changed(ids)
+            assert self._members is not None
+            self._members.changed(ids)
 
     def _take(self, replica: str, message: FromReplica) -> None:
         """Takes a message of a replica."""
-        assert self._roster is not None
-        self._roster.heard(replica)
+        assert self._members is not None
+        self._members.heard(replica)
         if isinstance(message, Report):
             self._requests.take(message)
         else:
-            self._roster.take(replica, message)
+            self._members.take(replica, message)
 
     async def _call(self, replica: str | None, method: str, *arguments: Any) -> bytes:
         """Calls ``method`` of a replica, by default the first that is ready, and returns its answer."""

@@ -1,7 +1,7 @@
 """The router between a server and its replicas, as Ray Serve calls it.
 
 Ray Serve makes it in the process that sends the requests: the server's own, where it finds the server's
-:class:`~fastgen.serving.replicas.switchboard.Switchboard`.
+:class:`~fastgen.serving.replicas.routing_table.RoutingTable`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from fastgen.serving.replicas.switchboard import Switchboard
+from fastgen.serving.replicas.routing_table import RoutingTable
 
 # The methods of a replica that are called at one of them; its id is the first argument.
 TARGETED = frozenset(("attach", "ask", "refusal"))
 
 
 class ReplicaRouter(RequestRouter):
-    """Ranks replicas as the server's switchboard does. In a process without a server all replicas are alike."""
+    """Ranks replicas as the server's routing table does. In a process without a server all replicas are alike."""
 
     def initialize_state(self, **arguments: Any) -> None:
         # The ids of all replicas, as last passed on.
@@ -26,8 +26,8 @@ class ReplicaRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        board = Switchboard.current
-        if board is None or pending_request is None:
+        routes = RoutingTable.current
+        if routes is None or pending_request is None:
             return [candidate_replicas]
         # Where no replica is chosen, Ray asks again; without a pause it would do nothing else in this thread.
         pending_request.routing_context.should_backoff = True
@@ -35,24 +35,24 @@ class ReplicaRouter(RequestRouter):
         first = pending_request.args[0]
         if pending_request.metadata.call_method in TARGETED:
             return [[replicas[first]]] if first in replicas else []
-        return [[replicas[replica]] for replica in board.rank(first, list(replicas))]
+        return [[replicas[replica]] for replica in routes.rank(first, list(replicas))]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        board = Switchboard.current
-        if board is not None and pending_request.metadata.call_method not in TARGETED:
-            board.routed(pending_request.args[0], replica_id.unique_id)
+        routes = RoutingTable.current
+        if routes is not None and pending_request.metadata.call_method not in TARGETED:
+            routes.routed(pending_request.args[0], replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self._pass_on()
+        self._report_replicas()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
-        self._pass_on()
+        self._report_replicas()
 
-    def _pass_on(self) -> None:
+    def _report_replicas(self) -> None:
         """Passes on which replicas there are, if that has changed."""
         ids = sorted(replica.unique_id for replica in self.curr_replicas)
-        if ids != self._ids and Switchboard.current is not None:
+        if ids != self._ids and RoutingTable.current is not None:
             self._ids = ids
-            Switchboard.current.on_replicas(ids)
+            RoutingTable.current.on_replicas(ids)

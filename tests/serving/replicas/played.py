@@ -18,7 +18,7 @@ from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.replicas.inbox import Outbox
 from fastgen.serving.replicas.messages import Answered, Attached, Beat, InboxAddress
 from fastgen.serving.replicas.replica_set import ReplicaSet
-from fastgen.serving.replicas.switchboard import Switchboard
+from fastgen.serving.replicas.routing_table import RoutingTable
 from fastgen.version import __version__
 from tests.serving.fake_engine import FACTS
 
@@ -109,25 +109,25 @@ class _Response:
 
 
 class PlayedHandle:
-    """Calls replicas as Ray Serve's handle does, by the switchboard of this process."""
+    """Calls replicas as Ray Serve's handle does, by the routing table of this process."""
 
     def __init__(self, *replicas: PlayedReplica):
         self.replicas = {replica.name: replica for replica in replicas}
 
     def add(self, replica: PlayedReplica) -> None:
         self.replicas[replica.name] = replica
-        self._pass_on()
+        self._report_replicas()
 
     def remove(self, name: str) -> None:
         del self.replicas[name]
-        self._pass_on()
+        self._report_replicas()
 
-    def _pass_on(self) -> None:
-        assert Switchboard.current is not None
-        Switchboard.current.on_replicas(sorted(self.replicas))
+    def _report_replicas(self) -> None:
+        assert RoutingTable.current is not None
+        RoutingTable.current.on_replicas(sorted(self.replicas))
 
     def broadcast(self, method: str) -> Any:
-        self._pass_on()
+        self._report_replicas()
 
         class Responses:
             async def results_async(self) -> list[None]:
@@ -144,16 +144,16 @@ class PlayedHandle:
         return Method
 
     async def _call(self, method: str, first: Any, *arguments: Any) -> Any:
-        board = Switchboard.current
-        assert board is not None
+        routes = RoutingTable.current
+        assert routes is not None
         if method != "run":
             return await getattr(self.replicas[first], method)(first, *arguments)
-        while not (ranked := board.rank(first, list(self.replicas))):
+        while not (ranked := routes.rank(first, list(self.replicas))):
             await asyncio.sleep(0.01)
         replica = self.replicas[ranked[0]]
         if replica.is_silent:  # Ray waits until it accepts the request
             await asyncio.sleep(WAIT_S)
-        board.routed(first, ranked[0])
+        routes.routed(first, ranked[0])
         if replica.is_dead:
             raise RayActorError
         return await replica.run(first, *arguments)

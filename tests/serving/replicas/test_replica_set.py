@@ -11,7 +11,7 @@ from fastgen.errors import FastgenError, GenerationError
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.refusals import EngineDiedError, UnavailableError
-from fastgen.serving.replicas import replica_set, roster
+from fastgen.serving.replicas import membership, replica_set
 from fastgen.serving.replicas.replica_set import ReplicaSet
 from tests.serving.replicas.played import PlayedReplica, played_set, until
 
@@ -20,7 +20,7 @@ SAMPLING = SamplingParams(max_new_tokens=8)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roster, "_WATCH_S", 0.02)
+    monkeypatch.setattr(membership, "_WATCH_S", 0.02)
     monkeypatch.setattr(replica_set, "_POLL_S", 0.02)
 
 
@@ -170,8 +170,8 @@ def test_a_request_that_ends_every_engine_is_given_up(monkeypatch: pytest.Monkey
 
 
 def test_a_replica_that_falls_silent_loses_its_requests_and_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roster, "SILENT_S", 0.1)
-    monkeypatch.setattr(roster, "LOST_S", 0.3)
+    monkeypatch.setattr(membership, "SILENT_S", 0.1)
+    monkeypatch.setattr(membership, "LOST_S", 0.3)
 
     async def test() -> None:
         a, b = PlayedReplica("a"), PlayedReplica("b")
@@ -188,7 +188,7 @@ def test_a_replica_that_falls_silent_loses_its_requests_and_gets_no_more(monkeyp
             other.finish(request.number, 6)
             assert await whole(request) == [6]
             first.is_silent = False
-            await until(lambda: not replicas._board.silent)  # type: ignore[union-attr]
+            await until(lambda: not replicas._routes.silent)  # type: ignore[union-attr]
             first.is_silent = True  # and requests come before it is noticed, which it does not accept
             together = [submit(replicas) for _ in range(4)]
             for each in together:
@@ -272,7 +272,7 @@ def test_a_new_replica_is_used_and_a_restarting_engine_is_not() -> None:
             a.beat(is_ready=False)
             await until(lambda: not replicas.replicas["a"].is_ready)
             assert ("ended", "a") in noted.notes
-            await until(lambda: "a" in replicas._board.silent)  # type: ignore[union-attr]
+            await until(lambda: "a" in replicas._routes.silent)  # type: ignore[union-attr]
             for _ in range(4):
                 assert await where(submit(replicas), a, b) is b
             b.beat(is_ready=False)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from fastgen.cli import app
 from fastgen.runtime.routing import ROUTERS
-from fastgen.serving.replicas import application, cluster, inbox, ingress, replica, replica_set, roster, settings
+from fastgen.serving.replicas import application, cluster, inbox, ingress, membership, replica, replica_set, settings
 from fastgen.serving.replicas.deploy_file import deploy_file
 from fastgen.serving.replicas.placement import Machine, NoRoomError, needs_of
 
@@ -84,8 +84,8 @@ def test_the_bounds_are_those_of_the_code() -> None:
     rows = [line.strip("| ").split(" | ")[1] for line in section("Bounds").splitlines() if line.startswith("| ")][1:]
     assert rows == [
         f"every {replica.BEAT_S:g} s",
-        f"{roster.SILENT_S:g} s",
-        f"{roster.LOST_S:g} s",
+        f"{membership.SILENT_S:g} s",
+        f"{membership.LOST_S:g} s",
         f"{inbox._HEARTBEAT_MS / 1000:g} s; {inbox._SILENCE_MS / 1000:g} s",
         f"every {settings.HEALTH_PERIOD_S:g} s; {settings.HEALTH_TIMEOUT_S:g} s",
         f"{ingress._SILENCE_S:g} s",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from fastgen.runtime.routing import RoutedRequest, Router
 
 
-class Switchboard:
+class RoutingTable:
     """Holds the requests on their way to a replica, and chooses the replica. Any thread may call it.
 
     ``on_replicas`` is called with the ids of all replicas when they change, and ``on_routed`` with the number of a
@@ -16,7 +16,7 @@ class Switchboard:
     """
 
     # Of the server in this process, if there is one.
-    current: Switchboard | None = None
+    current: RoutingTable | None = None
 
     def __init__(self, on_replicas: Callable[[list[str]], None], on_routed: Callable[[int, str], None]):
         self.on_replicas, self._on_routed = on_replicas, on_routed

@@ -20,7 +20,7 @@ from fastgen.runtime.routing import make_router
 from fastgen.serving.engine.messages import EngineFacts, Status
 from fastgen.serving.engine.request import EngineWatcher
 from fastgen.serving.replicas.messages import Attached, Beat, InboxAddress
-from fastgen.serving.replicas.switchboard import Switchboard
+from fastgen.serving.replicas.routing_table import RoutingTable
 from fastgen.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -54,8 +54,8 @@ class Replica:
     is_lost: bool = False
 
 
-class Roster:
-    """Keeps the replicas behind ``handle``, which send to ``inbox``, and makes the router of ``board`` by its name.
+class Membership:
+    """Keeps the replicas behind ``handle``, which send to ``inbox``, and makes the router of ``routes`` by its name.
 
     ``on_lost`` is called with the id of a replica whose requests are lost although Ray has not noticed yet. All methods
     belong to one event loop.
@@ -65,13 +65,13 @@ class Roster:
         self,
         handle: DeploymentHandle[Any],
         inbox: InboxAddress,
-        board: Switchboard,
+        routes: RoutingTable,
         watcher: EngineWatcher,
         *,
         router: str,
         on_lost: Callable[[str], None],
     ):
-        self._handle, self._inbox, self._board, self._watcher = handle, inbox, board, watcher
+        self._handle, self._inbox, self._routes, self._watcher = handle, inbox, routes, watcher
         self._router, self._on_lost = router, on_lost
         self.replicas: dict[str, Replica] = {}
         # Replicas that were attached and are gone.
@@ -114,7 +114,7 @@ class Roster:
         if metrics is not None and beat.is_ready:
             self._watcher.engine_counted(metrics, replica)
 
-    async def knock(self) -> None:
+    async def discover(self) -> None:
         """Calls all replicas until one is attached. With the first call Ray Serve makes the router, which from then on
         passes on what replicas there are.
         """
@@ -131,7 +131,7 @@ class Roster:
             now_s = time.monotonic()
             silent = {one.id: now_s - one.heard_s for one in self.replicas.values() if now_s - one.heard_s > SILENT_S}
             for replica, silent_s in silent.items():
-                if replica not in self._board.silent:
+                if replica not in self._routes.silent:
                     _log.warning("replica %s was not heard for %.1f s", replica, silent_s)
                 if silent_s > LOST_S and not self.replicas[replica].is_lost:
                     self.replicas[replica].is_lost = True
@@ -139,7 +139,7 @@ class Roster:
                     self._on_lost(replica)
                 self._begin_to_attach(replica)  # it may have lost this server, and be well otherwise
             restarting = {one.id for one in self.replicas.values() if not one.is_ready}
-            self._board.silent = frozenset(silent.keys() | restarting)
+            self._routes.silent = frozenset(silent.keys() | restarting)
 
     async def stop(self) -> None:
         """Attaches no more replicas."""
@@ -150,13 +150,13 @@ class Roster:
 
     def _empty(self, replica: str) -> None:
         """Notes that the KV cache of a replica holds nothing any more."""
-        if self._board.router is not None:
-            self._board.router.forget(replica)
+        if self._routes.router is not None:
+            self._routes.router.forget(replica)
 
     def _forget(self, replica: str) -> None:
         self.num_gone += 1
         del self.replicas[replica]
-        self._board.attached = frozenset(self.replicas)
+        self._routes.attached = frozenset(self.replicas)
         self._empty(replica)
         self._watcher.engine_ended(replica)
         _log.info("replica %s is gone; %d are left", replica, len(self.replicas))
@@ -192,12 +192,14 @@ class Roster:
         if replica in self.replicas:
             self.heard(replica)
         elif replica in self._ids:
-            if self._board.router is None:
+            if self._routes.router is None:
                 facts = attached.facts
-                self._board.router = make_router(self._router, block_size=facts.block_size, num_blocks=facts.num_blocks)
+                self._routes.router = make_router(
+                    self._router, block_size=facts.block_size, num_blocks=facts.num_blocks
+                )
             self.replicas[replica] = Replica(replica, attached.host, attached.facts, time.monotonic())
             self._watcher.engine_ready(attached.facts, replica)
-            self._board.attached = frozenset(self.replicas)
+            self._routes.attached = frozenset(self.replicas)
             if not self.facts.done():
                 self.facts.set_result(attached.facts)
             _log.info("replica %s on %s is ready; %d are", replica, attached.host, len(self.replicas))
