@@ -41,7 +41,7 @@ class Ingress:
     valid beside those of its file.
     """
 
-    async def __init__(  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, replicas: DeploymentHandle[Any], given: Mapping[str, Any], api_key: str | None = None
     ) -> None:
         context = serve.get_replica_context()
@@ -53,18 +53,17 @@ class Ingress:
             "app": context.app_name,
             "deployment": replicas.deployment_name,
             "cluster": ray.get_runtime_context().gcs_address,
-            "host": ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
         }
         self._process = process = subprocess.Popen(
             [sys.executable, "-m", "fastgen.serving.replicas.ingress_process", str(writing), str(os.getpid())],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # its addresses, which whoever started the application prints
+            stdout=subprocess.DEVNULL,  # its addresses, which the command that started the application prints
             pass_fds=(writing,),
             env=os.environ | ({} if api_key is None else {API_KEY_VARIABLE: api_key}),
         )
         os.close(writing)
         self._ended = end_of(process)
-        self._pipe = open(reading, "rb", buffering=0)  # noqa: SIM115  # it is read as long as the process lives
+        self._pipe = os.fdopen(reading, "rb", buffering=0)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
             stdin.write(json.dumps(request).encode())

@@ -24,6 +24,7 @@ from fastgen.serving.arguments import sort_arguments
 from fastgen.serving.clients.deployments import Deployment
 from fastgen.serving.engine.request import EngineWatcher
 from fastgen.serving.process_end import end_with
+from fastgen.serving.replicas.handle import RayHandle
 from fastgen.serving.replicas.replica_set import ReplicaSet
 from fastgen.serving.run import run
 
@@ -51,7 +52,7 @@ def main() -> None:
 
         def replicas(watcher: EngineWatcher) -> ReplicaSet:
             handle = serve.get_deployment_handle(request["deployment"], request["app"])
-            return ReplicaSet(handle, watcher, host=request["host"], router=options.router, on_beat=beat)
+            return ReplicaSet(RayHandle(handle), watcher, router=options.router, on_beat=beat)
 
         def ready(deployment: Deployment) -> None:
             nonlocal is_ready

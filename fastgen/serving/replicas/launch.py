@@ -79,7 +79,7 @@ def _until_running(cluster: Cluster, endings: _Endings) -> bool:
             return True
         has_failed = any("Error: " in one.message for one in application.deployments.values())
         if has_failed or application.status in ("DEPLOY_FAILED", "UNHEALTHY"):  # another attempt would fail too
-            raise FastgenError(_reason(application))
+            raise FastgenError(_failure_text(application))
     return False
 
 
@@ -101,15 +101,15 @@ def _end(ingress: DeploymentHandle[Any], cluster: Cluster, endings: _Endings) ->
             return
 
 
-def _reason(application: ApplicationStatusOverview) -> str:
-    """Returns why an application does not run, from what Ray Serve says of its deployments."""
-    told = [one.message for one in application.deployments.values() if one.message] or [application.message]
-    for message in told:
+def _failure_text(application: ApplicationStatusOverview) -> str:
+    """Returns why an application does not run, from the messages of its deployments."""
+    messages = [one.message for one in application.deployments.values() if one.message] or [application.message]
+    for message in messages:
         lines = [line.strip() for line in message.splitlines() if line.strip()]
         for line in reversed(lines):
             if "Error: " in line:
                 return line.partition("Error: ")[2]
-    return " ".join(told[0].split())
+    return " ".join(messages[0].split())
 
 
 class _Endings:
@@ -122,7 +122,7 @@ class _Endings:
 
 
 def _free_port(host: str) -> int:
-    """Returns a port that nobody listens on."""
+    """Returns a port that is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
         return int(listener.getsockname()[1])

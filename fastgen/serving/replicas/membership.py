@@ -1,4 +1,4 @@
-"""The replicas that a server uses: attached when they come, watched, and forgotten when they are gone."""
+"""The replicas that a server uses: linked when they come, watched, and forgotten when they are gone."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
+import zmq
 
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.routing import make_router
 from fastgen.serving.engine.messages import EngineFacts, Status
 from fastgen.serving.engine.request import EngineWatcher
-from fastgen.serving.replicas.messages import Attached, Beat, InboxAddress
+from fastgen.serving.replicas.handle import RAY_ERRORS, ReplicaHandle
+from fastgen.serving.replicas.link import Link
+from fastgen.serving.replicas.messages import Attached, Beat, FromReplica, from_replica
 from fastgen.serving.replicas.routing_table import RoutingTable
 from fastgen.version import __version__
 
@@ -31,50 +30,54 @@ _WATCH_S = 0.5
 SILENT_S = 3.0
 # After this long its requests are taken from it.
 LOST_S = 10.0
-# How long a replica may take to answer that it is attached.
+# How long a replica may take to answer a server that wants to be attached.
 _ATTACH_S = 10.0
-# The error of a call through Ray.
-RAY_ERRORS = (RayError, RayServeException)
 
 
-@dataclass
+@dataclass(eq=False)
 class Replica:
-    """A replica as the server knows it."""
+    """A replica with a link to the server."""
 
     id: str
     host: str
     facts: EngineFacts
+    link: Link
     # When it was last heard, by ``time.monotonic``.
     heard_s: float
     # Whether its engine accepts requests.
     is_ready: bool = True
     status: Status = field(default_factory=lambda: Status(0, 0, 0))
     num_restarts: int = 0
-    # Whether it was silent for so long that its requests were taken from it.
-    is_lost: bool = False
+    # The number of this server's requests in it.
+    num_requests: int = 0
 
 
 class Membership:
-    """Keeps the replicas behind ``handle``, which send to ``inbox``, and makes the router of ``routes`` by its name.
+    """Keeps links with the replicas behind ``handle``, and makes the router of ``routes`` by its name.
 
-    ``on_lost`` is called with the id of a replica whose requests are lost although Ray has not noticed yet. All methods
-    belong to one event loop.
+    ``on_message`` is called with what a replica sends of requests and questions, and ``on_lost`` with a replica whose
+    requests are lost. A replica that Ray Serve no longer lists gets no more requests, and its link remains until those
+    in it have ended. All methods belong to one event loop.
     """
 
     def __init__(
         self,
-        handle: DeploymentHandle[Any],
-        inbox: InboxAddress,
+        handle: ReplicaHandle,
+        server: str,
         routes: RoutingTable,
         watcher: EngineWatcher,
         *,
         router: str,
-        on_lost: Callable[[str], None],
+        on_message: Callable[[Replica, FromReplica], None],
+        on_lost: Callable[[Replica], None],
     ):
-        self._handle, self._inbox, self._routes, self._watcher = handle, inbox, routes, watcher
-        self._router, self._on_lost = router, on_lost
+        self._handle, self._server, self._routes, self._watcher = handle, server, routes, watcher
+        self._router, self._on_message, self._on_lost = router, on_message, on_lost
+        # Those that get requests, by their ids.
         self.replicas: dict[str, Replica] = {}
-        # Replicas that were attached and are gone.
+        # Those that get no more, and have some.
+        self._leaving: set[Replica] = set()
+        # How many were attached and are gone.
         self.num_gone = 0
         # The properties of the first engine; all have the same.
         self.facts: asyncio.Future[EngineFacts] = asyncio.get_running_loop().create_future()
@@ -83,44 +86,30 @@ class Membership:
         # The ids of all replicas that Ray Serve has now.
         self._ids: list[str] = []
         self._attaching: dict[str, asyncio.Task[None]] = {}
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def changed(self, ids: list[str]) -> None:
-        """Attaches the new ones of these replicas, and forgets those that are not among them."""
+        """Attaches the new ones of these replicas, and sends no more to those that are not among them."""
         self._ids = ids
-        for replica in set(self.replicas) - set(ids):
-            self._forget(replica)
-        for replica in ids:
-            if replica not in self.replicas:
-                self._begin_to_attach(replica)
+        for replica in list(self.replicas.values()):
+            if replica.id not in ids:
+                self._remove(replica)
+                self._leaving.add(replica)
+                self.left(replica)
+        for id in ids:
+            self._begin_to_attach(id)
 
-    def heard(self, replica: str) -> None:
-        """Notes a sign of life."""
-        if (known := self.replicas.get(replica)) is not None:
-            known.heard_s, known.is_lost = time.monotonic(), False
-
-    def take(self, replica: str, beat: Beat) -> None:
-        """Takes what a replica reports of itself."""
-        known = self.replicas.get(replica)
-        if known is None:
-            return
-        known.status, known.num_restarts = beat.status, beat.num_restarts
-        if known.is_ready and not beat.is_ready:
-            self._watcher.engine_ended(replica)
-            self._empty(replica)
-        elif beat.is_ready and not known.is_ready:
-            self._watcher.engine_ready(known.facts, replica)
-        known.is_ready = beat.is_ready
-        metrics = msgspec.msgpack.decode(beat.metrics, type=Metrics | None)
-        if metrics is not None and beat.is_ready:
-            self._watcher.engine_counted(metrics, replica)
+    def left(self, replica: Replica) -> None:
+        """Closes the link of a replica that gets no more requests and has none."""
+        if replica in self._leaving and not replica.num_requests:
+            self._leaving.remove(replica)
+            replica.link.close()
 
     async def discover(self) -> None:
-        """Calls all replicas until one is attached. With the first call Ray Serve makes the router, which from then on
-        passes on what replicas there are.
-        """
+        """Asks Ray Serve for replicas until one is attached."""
         while not self.facts.done():
             with contextlib.suppress(*RAY_ERRORS):
-                await self._handle.broadcast("check_health").results_async()
+                await self._handle.discover()
             await asyncio.sleep(_WATCH_S)
 
     async def watch(self, on_beat: Callable[[], None]) -> None:
@@ -129,82 +118,118 @@ class Membership:
             await asyncio.sleep(_WATCH_S)
             on_beat()
             now_s = time.monotonic()
-            silent = {one.id: now_s - one.heard_s for one in self.replicas.values() if now_s - one.heard_s > SILENT_S}
-            for replica, silent_s in silent.items():
-                if replica not in self._routes.silent:
-                    _log.warning("replica %s was not heard for %.1f s", replica, silent_s)
-                if silent_s > LOST_S and not self.replicas[replica].is_lost:
-                    self.replicas[replica].is_lost = True
-                    self._empty(replica)
-                    self._on_lost(replica)
-                self._begin_to_attach(replica)  # it may have lost this server, and be well otherwise
-            restarting = {one.id for one in self.replicas.values() if not one.is_ready}
-            self._routes.silent = frozenset(silent.keys() | restarting)
+            for replica in (*self.replicas.values(), *self._leaving):
+                silent_s = now_s - replica.heard_s
+                if silent_s > SILENT_S and replica.id not in self._routes.silent:
+                    _log.warning("replica %s was not heard for %.1f s", replica.id, silent_s)
+                if silent_s > LOST_S:
+                    replica.link.close()
+                    self._lose(replica)
+            self._routes.silent = frozenset(
+                one.id for one in self.replicas.values() if now_s - one.heard_s > SILENT_S or not one.is_ready
+            )
 
     async def stop(self) -> None:
-        """Attaches no more replicas."""
+        """Closes all links, and makes no more."""
         self._ids = []
         for task in list(self._attaching.values()):
             task.cancel()
             await asyncio.wait({task})
+        for replica in (*self.replicas.values(), *self._leaving):
+            replica.link.close()
+        self._context.term()
 
-    def _empty(self, replica: str) -> None:
-        """Notes that the KV cache of a replica holds nothing any more."""
-        if self._routes.router is not None:
-            self._routes.router.forget(replica)
+    # --- the end of a replica
 
-    def _forget(self, replica: str) -> None:
+    def _remove(self, replica: Replica) -> None:
+        """Sends no more requests to ``replica``."""
+        del self.replicas[replica.id]
         self.num_gone += 1
-        del self.replicas[replica]
         self._routes.attached = frozenset(self.replicas)
         self._empty(replica)
-        self._watcher.engine_ended(replica)
-        _log.info("replica %s is gone; %d are left", replica, len(self.replicas))
+        self._watcher.engine_ended(replica.id)
+        _log.info("replica %s is gone; %d are left", replica.id, len(self.replicas))
 
-    def _begin_to_attach(self, replica: str) -> None:
-        if replica not in self._attaching:
-            self._attaching[replica] = asyncio.create_task(self._attach(replica))
+    def _empty(self, replica: Replica) -> None:
+        """Notes that the KV cache of a replica holds nothing any more."""
+        if self._routes.router is not None:
+            self._routes.router.forget(replica.id)
 
-    async def _attach(self, replica: str) -> None:
-        """Has a replica send to this server, and uses it from then on."""
+    def _lose(self, replica: Replica) -> None:
+        """Takes the requests from a replica whose link is closed. It is attached again if it still exists."""
+        if replica in self._leaving:
+            self._leaving.remove(replica)
+        elif self.replicas.get(replica.id) is replica:
+            self._remove(replica)
+            self._begin_to_attach(replica.id)
+        self._on_lost(replica)
+
+    # --- attaching
+
+    def _begin_to_attach(self, id: str) -> None:
+        if id not in self.replicas and id not in self._attaching:
+            self._attaching[id] = asyncio.create_task(self._attach(id))
+
+    async def _attach(self, id: str) -> None:
+        """Links a replica with this server, and uses it from then on."""
         try:
-            while replica in self._ids:
+            while id in self._ids:
                 try:
                     async with asyncio.timeout(_ATTACH_S):
-                        attached: Attached = await awaited(self._handle.attach.remote(replica, self._inbox))
+                        attached = await self._handle.attach(id, self._server)
                 except (*RAY_ERRORS, TimeoutError) as error:
-                    _log.warning("replica %s cannot be reached: %s", replica, type(error).__name__)
+                    _log.warning("replica %s cannot be reached: %s", id, type(error).__name__)
                     await asyncio.sleep(_WATCH_S)
                     continue
-                self._use(replica, attached)
+                if id in self._ids:
+                    self._use(id, attached)
                 return
         finally:
-            del self._attaching[replica]
+            del self._attaching[id]
 
-    def _use(self, replica: str, attached: Attached) -> None:
+    def _use(self, id: str, attached: Attached) -> None:
         if attached.version != __version__:
             if not self.failure.done():
                 self.failure.set_result(
-                    f"replica {replica} on {attached.host} runs fastgen {attached.version}, and the server "
+                    f"replica {id} on {attached.host} runs fastgen {attached.version}, and the server "
                     f"{__version__}: install the same version on all machines of the cluster"
                 )
             return
-        if replica in self.replicas:
-            self.heard(replica)
-        elif replica in self._ids:
-            if self._routes.router is None:
-                facts = attached.facts
-                self._routes.router = make_router(
-                    self._router, block_size=facts.block_size, num_blocks=facts.num_blocks
-                )
-            self.replicas[replica] = Replica(replica, attached.host, attached.facts, time.monotonic())
-            self._watcher.engine_ready(attached.facts, replica)
-            self._routes.attached = frozenset(self.replicas)
-            if not self.facts.done():
-                self.facts.set_result(attached.facts)
-            _log.info("replica %s on %s is ready; %d are", replica, attached.host, len(self.replicas))
+        facts = attached.facts
+        if self._routes.router is None:
+            self._routes.router = make_router(self._router, block_size=facts.block_size, num_blocks=facts.num_blocks)
 
+        def take(message: FromReplica, encoded: bytes) -> None:
+            self._take(replica, message)
 
-async def awaited(response: Any) -> Any:
-    """Returns what a call through Ray gives. Ray's responses can be awaited, but are no coroutines."""
-    return await response
+        link = Link(self._context, from_replica, take, lambda: self._lose(replica))
+        self.replicas[id] = replica = Replica(id, attached.host, facts, link, time.monotonic())
+        link.connect(attached.address)
+        self._watcher.engine_ready(facts, id)
+        self._routes.attached = frozenset(self.replicas)
+        if not self.facts.done():
+            self.facts.set_result(facts)
+        _log.info("replica %s on %s is ready; %d are", id, attached.host, len(self.replicas))
+
+    # --- what a replica sends
+
+    def _take(self, replica: Replica, message: FromReplica) -> None:
+        replica.heard_s = time.monotonic()
+        if isinstance(message, Beat):
+            self._take_beat(replica, message)
+        else:
+            self._on_message(replica, message)
+
+    def _take_beat(self, replica: Replica, beat: Beat) -> None:
+        was_ready, replica.is_ready = replica.is_ready, beat.is_ready
+        replica.status, replica.num_restarts = beat.status, beat.num_restarts
+        if self.replicas.get(replica.id) is not replica:
+            return  # it is leaving
+        if was_ready and not beat.is_ready:
+            self._watcher.engine_ended(replica.id)
+            self._empty(replica)
+        elif beat.is_ready and not was_ready:
+            self._watcher.engine_ready(replica.facts, replica.id)
+        metrics = msgspec.msgpack.decode(beat.metrics, type=Metrics | None)
+        if metrics is not None and beat.is_ready:
+            self._watcher.engine_counted(metrics, replica.id)

@@ -1,7 +1,7 @@
-"""The messages from a replica to a server, and the calls in the other direction.
+"""The messages between a server and a replica, as MessagePack.
 
-Calls go through Ray. The messages go over a socket, each in two frames: the replica's id, and a :data:`FromReplica` as
-MessagePack. The engine's own reports are passed on as they are.
+Those to the replica are a server's messages to its engine, and the engine's own reports and replies come back as they
+are. A server gives each request and question a number that no other server uses.
 """
 
 from __future__ import annotations
@@ -10,40 +10,20 @@ from dataclasses import dataclass
 
 import msgspec
 
-from fastgen.serving.engine.messages import EngineFacts, Report, Status
-
-
-@dataclass(frozen=True)
-class InboxAddress:
-    """Where a server receives what replicas send to it."""
-
-    # Of the server's process; another process has another.
-    server: str
-    # Such as ``tcp://10.0.0.7:40123``.
-    endpoint: str
-    # The public key of the socket (CURVE). Only those that know it can send to it.
-    public_key: bytes
+from fastgen.serving.engine.messages import Ask, Cancel, Check, EngineFacts, Reply, Report, Status, Submit
+from fastgen.serving.replicas.link import LinkAddress
 
 
 @dataclass(frozen=True)
 class Attached:
-    """The answer of a replica to a server that it will send to from now on."""
+    """The answer of a replica to a server that asked for a link."""
 
+    address: LinkAddress
     facts: EngineFacts
     # The host name of the replica's machine.
     host: str
-    # Of fastgen on that machine.
+    # The version of fastgen on that machine.
     version: str
-
-
-@dataclass(frozen=True)
-class Answered:
-    """How a call ended: with ``body``, the answer as MessagePack, or with the reason that there is none."""
-
-    body: bytes = b""
-    error: str | None = None
-    # Whether the engine ended before it had answered.
-    has_died: bool = False
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True):
@@ -56,5 +36,14 @@ class Beat(msgspec.Struct, tag="beat", array_like=True):
     num_restarts: int
 
 
-FromReplica = Report | Beat
+class Lost(msgspec.Struct, tag="lost", array_like=True):
+    """Requests and questions that the engine has not taken, or has ended with."""
+
+    numbers: list[int]
+    error: str
+
+
+ToReplica = Submit | Cancel | Ask | Check
+to_replica = msgspec.msgpack.Decoder(ToReplica)
+FromReplica = Report | Reply | Beat | Lost
 from_replica = msgspec.msgpack.Decoder(FromReplica)

@@ -1,7 +1,7 @@
-"""A replica: an actor of Ray Serve that keeps an engine's process and passes requests to it and its reports on.
+"""A replica: an actor of Ray Serve that keeps an engine's process, and connects servers with it.
 
-A call of :meth:`EngineReplica.run` lasts as long as its request, so that Ray Serve counts it, waits for it before it
-ends the replica, and reports its loss. Its tokens go to the server's inbox, one message a step.
+A server asks for a link through Ray. Its requests, and the reports of the engine, then go over the link: one message
+for a request, and one for a step.
 """
 
 from __future__ import annotations
@@ -10,121 +10,80 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import msgspec
+import ray
 import zmq
 from ray import serve
 
 from fastgen.errors import FastgenError
-from fastgen.serving.engine.messages import (
-    Ask,
-    Cancel,
-    Check,
-    EngineFacts,
-    Reply,
-    Report,
-    Status,
-    encoder,
-)
+from fastgen.serving.engine.messages import Ask, Cancel, Check, EngineFacts, Reply, Report, Status, Submit, encoder
 from fastgen.serving.engine.supervisor import EngineProcess
 from fastgen.serving.monitoring.log import set_up_logging_of_engine
 from fastgen.serving.refusals import UnavailableError
-from fastgen.serving.replicas.inbox import Outbox
-from fastgen.serving.replicas.messages import Answered, Attached, Beat, InboxAddress
+from fastgen.serving.replicas.link import Link
+from fastgen.serving.replicas.messages import Attached, Beat, Lost, ToReplica, to_replica
 from fastgen.version import __version__
 
 # How often a replica reports its state.
 BEAT_S = 0.5
+# How long a replica that ends waits until its servers have taken the last tokens.
+_LAST_NEWS_S = 10.0
 _NO_METRICS = msgspec.Raw(encoder.encode(None))
 
 
+@dataclass
 class _Run:
-    """A request in the engine: the server that it is of, and its end."""
+    """A request in the engine."""
 
-    __slots__ = ("ended", "num_open", "server")
-
-    def __init__(self, server: str, num_open: int):
-        self.server, self.num_open = server, num_open
-        self.ended: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
-
-    def end(self, answered: Answered) -> None:
-        if not self.ended.done():
-            self.ended.set_result(answered)
+    # The server that sent it.
+    server: str
+    # Completions that have not ended.
+    num_open: int
 
 
 class EngineReplica:
     """Runs an engine with the ``arguments`` of ``fastgen.load``; see :class:`EngineProcess`."""
 
-    async def __init__(self, arguments: Mapping[str, Any], *, timeout_s: float) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self, arguments: Mapping[str, Any], *, timeout_s: float
+    ) -> None:
         set_up_logging_of_engine()
         self.id = serve.get_replica_context().replica_id.unique_id
+        self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._engine = EngineProcess(arguments, self, timeout_s=timeout_s)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._outboxes: dict[str, Outbox] = {}
+        # By the names of their servers, as the next two by the numbers of requests and questions.
+        self._links: dict[str, Link] = {}
         self._runs: dict[int, _Run] = {}
+        # The servers that have asked.
+        self._asked: dict[int, str] = {}
         self._numbers = count()
-        self._asked: dict[int, asyncio.Future[Answered]] = {}
-        self._status = Status(0, 0, 0)
+        # The number of the replica's own question for counters, while it is open.
+        self._counting: int | None = None
         # The engine's last answer about its counters, as MessagePack.
         self._metrics = _NO_METRICS
-        self._counting: asyncio.Task[None] | None = None
+        self._status = Status(0, 0, 0)
+        # Set whenever a request or a link has ended.
+        self._changed = asyncio.Event()
         self._beating = asyncio.create_task(self._beat_for_ever())
         await self._engine.start()
 
-    # --- calls of servers
-
-    async def attach(self, target: str, address: InboxAddress) -> Attached:
-        """Sends from now on to the server at ``address``."""
-        if address.server not in self._outboxes:
-            self._outboxes[address.server] = Outbox(
-                self._context, address, self.id, lambda: self._detach(address.server)
-            )
-        assert self._engine.facts is not None
-        self._beat()
-        return Attached(self._engine.facts, socket.gethostname(), __version__)
-
-    async def run(self, number: int, server: str, encoded: bytes, num_sequences: int) -> Answered:
-        """Runs the request in ``encoded``, a ``Submit`` of a server, until it has ended or is cancelled."""
-        if server not in self._outboxes:
-            return Answered(error="this replica has lost the server", has_died=True)
-        self._runs[number] = run = _Run(server, num_sequences)
-        try:
-            self._engine.check_ready()
-            self._engine.send_encoded(encoded)
-            return await run.ended
-        except UnavailableError as error:
-            return Answered(error=str(error), has_died=True)
-        finally:
-            del self._runs[number]
-            if not run.ended.done() and self._engine.state == "ready":
-                with contextlib.suppress(UnavailableError):
-                    self._engine.send(Cancel(number))
-
-    async def ask(self, target: str, what: str) -> Answered:
-        """Returns the engine's answer to :class:`Ask`."""
-        number = next(self._numbers)
-        return await self._reply_to(Ask(number, what))
-
-    async def refusal(self, target: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Answered:
-        """Returns the engine's answer to :class:`Check`."""
-        number = next(self._numbers)
-        return await self._reply_to(Check(number, prompt_ids, sampling))
-
-    async def _reply_to(self, message: Ask | Check) -> Answered:
-        answer: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
-        self._asked[message.number] = answer
-        try:
-            self._engine.check_ready()
-            self._engine.send(message)
-            return await answer
-        except UnavailableError as error:
-            return Answered(error=str(error), has_died=True)
-        finally:
-            del self._asked[message.number]
-
     # --- what Ray Serve calls
+
+    async def attach(self, target: str, server: str) -> Attached:
+        """Opens a link for ``server``, in place of the one that it has."""
+        self._lose(server)
+
+        def take(message: ToReplica, encoded: bytes) -> None:
+            self._take(server, message, encoded)
+
+        self._links[server] = link = Link(self._context, to_replica, take, lambda: self._lose(server))
+        assert self._engine.facts is not None
+        return Attached(link.listen(self._host), self._engine.facts, socket.gethostname(), __version__)
 
     async def check_health(self) -> None:
         """Raises ``FastgenError`` if the engine cannot be restarted, so that Ray Serve replaces this replica."""
@@ -132,43 +91,110 @@ class EngineReplica:
         if failure is not None and failure.done():
             raise FastgenError(failure.result())
 
+    async def __del__(self) -> None:  # Ray Serve awaits it before it ends the actor
+        """Waits until all requests have ended and their servers have taken the last tokens. Then ends the engine."""
+        with contextlib.suppress(AttributeError):  # it never started
+            while self._runs:
+                await self._change()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_NEWS_S):
+                    while self._links:
+                        await self._change()
+            await self._engine.stop()
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    # --- what comes from servers
+
+    def _take(self, server: str, message: ToReplica, encoded: bytes) -> None:
+        match message:
+            case Submit():
+                self._runs[message.number] = _Run(server, message.sampling.get("n", 1))
+            case Cancel():
+                if self._runs.pop(message.number, None) is None:
+                    return
+                self._changed.set()
+            case Ask() | Check():
+                self._asked[message.number] = server
+        try:
+            self._engine.check_ready()
+            self._engine.send_encoded(encoded)
+        except UnavailableError as error:
+            self._fail([message.number], str(error))
+
+    def _lose(self, server: str) -> None:
+        """Forgets a server that is gone, and cancels its requests."""
+        if (link := self._links.pop(server, None)) is None:
+            return
+        link.close()
+        for number, run in list(self._runs.items()):
+            if run.server == server:
+                del self._runs[number]
+                with contextlib.suppress(UnavailableError):
+                    self._engine.send(Cancel(number))
+        self._changed.set()
+
+    def _fail(self, numbers: list[int], error: str) -> None:
+        """Reports requests and questions that get no answer."""
+        by_server: dict[str, list[int]] = {}
+        for number in numbers:
+            if (run := self._runs.pop(number, None)) is not None:
+                by_server.setdefault(run.server, []).append(number)
+            elif (server := self._asked.pop(number, None)) is not None:
+                by_server.setdefault(server, []).append(number)
+        for server, lost in by_server.items():
+            self._send(server, encoder.encode(Lost(lost, error)))
+        self._changed.set()
+
+    def _send(self, server: str, encoded: bytes) -> None:
+        if (link := self._links.get(server)) is not None:
+            link.send(encoded)
+
+    def _send_all(self, encoded: bytes) -> None:
+        for link in self._links.values():
+            link.send(encoded)
+
     # --- what comes from the engine's process
 
     def engine_ready(self, facts: EngineFacts) -> None:
-        self._metrics = _NO_METRICS
+        self._metrics, self._counting = _NO_METRICS, None
 
     def engine_sent(self, message: Report | Reply, encoded: bytes) -> None:
         if isinstance(message, Reply):
-            if (asked := self._asked.get(message.number)) is not None and not asked.done():
-                asked.set_result(Answered(bytes(message.body), message.error))
+            if message.number == self._counting:
+                self._counting = None
+                self._metrics = message.body if message.error is None else self._metrics
+            elif (server := self._asked.pop(message.number, None)) is not None:
+                self._send(server, encoded)
             return
         if message.status is not None:
             self._status = message.status
-        if not (message.tokens or message.progress or message.started or message.refused):
-            return
-        for outbox in list(self._outboxes.values()):
-            outbox.send(encoded)
+        if message.tokens or message.progress or message.started or message.refused:
+            self._send_all(encoded)
         for progress in message.progress:
             if progress.end is not None and (run := self._runs.get(progress.number)) is not None:
                 run.num_open -= 1
                 if progress.end.reason in ("stop", "length"):
                     self._engine.answered()
                 if not run.num_open:
-                    run.end(Answered())
+                    self._end(progress.number)
         for refused in message.refused:
-            if (run := self._runs.get(refused.number)) is not None:
-                run.end(Answered())
+            self._end(refused.number)
+
+    def _end(self, number: int) -> None:
+        if self._runs.pop(number, None) is not None:
+            self._changed.set()
 
     def engine_beat(self) -> None:
-        if self._counting is None or self._counting.done():
-            self._counting = asyncio.create_task(self._count())
+        if self._counting is None:
+            self._counting = next(self._numbers)
+            with contextlib.suppress(UnavailableError):
+                self._engine.send(Ask(self._counting, "metrics"))
 
     def engine_ended(self, failure: Exception) -> None:
-        for run in self._runs.values():
-            run.end(Answered(error=str(failure), has_died=True))
-        for asked in self._asked.values():
-            if not asked.done():
-                asked.set_result(Answered(error=str(failure), has_died=True))
+        self._fail([*self._runs, *self._asked], str(failure))
         self._beat()
 
     # --- the state of this replica
@@ -181,21 +207,4 @@ class EngineReplica:
     def _beat(self) -> None:
         """Reports the state of this replica."""
         beat = Beat(self._engine.state == "ready", self._status, self._metrics, self._engine.num_restarts)
-        encoded = encoder.encode(beat)
-        for outbox in list(self._outboxes.values()):
-            outbox.send(encoded)
-
-    async def _count(self) -> None:
-        answered = await self._reply_to(Ask(next(self._numbers), "metrics"))
-        if answered.error is None:
-            self._metrics = msgspec.Raw(answered.body)
-
-    def _detach(self, server: str) -> None:
-        """Forgets a server that is gone, and cancels its requests."""
-        if (outbox := self._outboxes.pop(server, None)) is not None:
-            outbox.close()
-        for number, run in self._runs.items():
-            if run.server == server and not run.ended.done():
-                with contextlib.suppress(UnavailableError):
-                    self._engine.send(Cancel(number))
-                run.end(Answered(error="the server that sent this request is gone", has_died=True))
+        self._send_all(encoder.encode(beat))

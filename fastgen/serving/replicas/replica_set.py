@@ -1,7 +1,7 @@
 """The server's side of its replicas: the requests in them, and what comes back.
 
-A request whose replica ends before anything of its answer was passed on is sent to another one; what is late from the
-first is told apart by its number. A request of which something was passed on fails.
+A request whose replica ends before anything of its answer was passed on is sent to another one, under another number,
+so that late tokens of the first are not mistaken for its own. A request of which something was passed on fails.
 """
 
 from __future__ import annotations
@@ -10,26 +10,37 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
 import msgspec
-from ray.serve.handle import DeploymentHandle
 
 from fastgen.errors import FastgenError, GenerationError
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.routing import RoutedRequest, block_hashes
 from fastgen.serving.engine.engine import ReplicaView
-from fastgen.serving.engine.messages import EngineFacts, Report, Status, Submit, encoder, pack_sampling
+from fastgen.serving.engine.messages import (
+    Ask,
+    Cancel,
+    Check,
+    EngineFacts,
+    Reply,
+    Report,
+    Status,
+    Submit,
+    encoder,
+    pack_sampling,
+)
 from fastgen.serving.engine.open_requests import OpenRequests
 from fastgen.serving.engine.request import EngineRequest, EngineWatcher
 from fastgen.serving.engine.supervisor import State
 from fastgen.serving.refusals import EngineDiedError, UnavailableError
-from fastgen.serving.replicas.inbox import Inbox
-from fastgen.serving.replicas.membership import RAY_ERRORS, Membership, Replica, awaited
-from fastgen.serving.replicas.messages import Answered, FromReplica
+from fastgen.serving.replicas.handle import RAY_ERRORS, ReplicaHandle
+from fastgen.serving.replicas.membership import Membership, Replica
+from fastgen.serving.replicas.messages import FromReplica, Lost
 from fastgen.serving.replicas.routing_table import RoutingTable
 
 _T = TypeVar("_T")
@@ -40,45 +51,53 @@ _log = logging.getLogger(__name__)
 MAX_TRIES = 6
 # The pause before the second of them; doubled each time.
 _FIRST_DELAY_S = 0.02
-# How long the last tokens of an answer may take after Ray has reported its end.
-_LAST_NEWS_S = 10.0
 # Requests whose replica is remembered: as many as recordings have.
 _MAX_PLACES = 10_000
-# How often a question looks whether its replica is still there.
-_POLL_S = 0.5
+
+
+@dataclass(eq=False)
+class _Run:
+    """A request under one of its numbers."""
+
+    request: EngineRequest
+    # ``None`` until it is sent.
+    replica: Replica | None
+    # Is set when it has ended: to ``None``, or to the reason why its replica gives no answer.
+    outcome: asyncio.Future[str | None]
+
+    def end(self, error: str | None) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(error)
 
 
 class ReplicaSet:
-    """Sends requests to the replicas behind ``handle``, and receives their tokens at ``host``, an address of this
-    machine that theirs reach. ``router`` is a name of :data:`~fastgen.runtime.routing.ROUTERS`. ``on_beat`` is called
-    about twice a second as long as the event loop runs.
+    """Sends requests to the replicas behind ``handle``. ``router`` is a name of
+    :data:`~fastgen.runtime.routing.ROUTERS`. ``on_beat`` is called about twice a second as long as the event loop runs.
 
     All methods belong to one event loop.
     """
 
     def __init__(
         self,
-        handle: DeploymentHandle[Any],
+        handle: ReplicaHandle,
         watcher: EngineWatcher,
         *,
-        host: str,
         router: str = "prefix",
         on_beat: Callable[[], None] = lambda: None,
     ):
-        self._handle, self._watcher, self._router = handle, watcher, router
-        self._host, self._on_beat = host, on_beat
+        self._handle, self._watcher, self._router, self._on_beat = handle, watcher, router, on_beat
         self._is_stopped = False
-        # Numbers of requests differ from those of a server before or beside this one.
+        # Numbers of requests and questions differ from those of a server before or beside this one.
         self._numbers = count(secrets.randbits(38) << 24)
         self._requests = OpenRequests(watcher)
         self._sending: dict[EngineRequest, asyncio.Task[None]] = {}
-        # By the number of a request in a replica: ends the wait for it where the replica is silent for too long.
-        self._losing: dict[int, asyncio.Future[Answered]] = {}
+        self._runs: dict[int, _Run] = {}
+        # The open questions with the replicas that they went to, by their numbers.
+        self._asked: dict[int, tuple[Replica, asyncio.Future[msgspec.Raw]]] = {}
         # The replica of the last requests, by their numbers.
         self._places: dict[int, str] = {}
         # The last number of those that were sent again, by their first.
         self._renumbered: dict[int, int] = {}
-        self._inbox: Inbox | None = None
         self._routes: RoutingTable | None = None
         self._members: Membership | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -138,13 +157,15 @@ class ReplicaSet:
     async def start(self) -> EngineFacts:
         """Waits until a replica is ready. Raises ``FastgenError`` if none can be used."""
         loop = asyncio.get_running_loop()
-        self._inbox = Inbox(secrets.token_hex(8), self._host, self._take)
-        self._routes = RoutingTable.current = RoutingTable(
-            lambda ids: _call(loop, self._replicas_changed, ids),
-            lambda number, replica: _call(loop, self._routed, number, replica),
-        )
+        self._routes = RoutingTable.current = RoutingTable(lambda ids: _call(loop, self._replicas_changed, ids))
         self._members = members = Membership(
-            self._handle, self._inbox.address, self._routes, self._watcher, router=self._router, on_lost=self._lost
+            self._handle,
+            secrets.token_hex(8),
+            self._routes,
+            self._watcher,
+            router=self._router,
+            on_message=self._take,
+            on_lost=self._lost,
         )
         self._tasks = [asyncio.create_task(members.watch(self._on_beat)), asyncio.create_task(members.discover())]
         outcomes: set[asyncio.Future[Any]] = {members.facts, members.failure}
@@ -204,14 +225,15 @@ class ReplicaSet:
 
     async def ask(self, what: str, kind: type[_T], *, replica: str | None = None) -> _T:
         """Returns the answer to ``what`` of the engine of ``replica``, by default the first that is ready. Raises
-        ``RefusedError`` if there is none, and ``GenerationError`` if it cannot answer.
+        ``UnavailableError`` if there is none, ``EngineDiedError`` if it ends before it has answered, and
+        ``GenerationError`` if it cannot answer.
         """
-        return msgspec.msgpack.decode(await self._call(replica, "ask", what), type=kind)
+        return msgspec.msgpack.decode(await self._reply_to(Ask(next(self._numbers), what), replica), type=kind)
 
     async def refusal(self, prompt_ids: list[int], sampling: SamplingParams) -> str | None:
         """Returns why an engine would refuse such a request, or ``None``. Raises like :meth:`ask`."""
-        answer = await self._call(None, "refusal", prompt_ids, pack_sampling(sampling))
-        return msgspec.msgpack.decode(answer, type=str | None)
+        asked = Check(next(self._numbers), prompt_ids, pack_sampling(sampling))
+        return msgspec.msgpack.decode(await self._reply_to(asked, None), type=str | None)
 
     async def count(self) -> None:
         """Passes the counters of all engines to the watcher."""
@@ -251,8 +273,6 @@ class ReplicaSet:
             await self._members.stop()
         if self._routes is not None and RoutingTable.current is self._routes:
             RoutingTable.current = None
-        if self._inbox is not None:
-            self._inbox.close()
 
     # --- requests
 
@@ -261,127 +281,130 @@ class ReplicaSet:
         first = request.number
         try:
             for attempt in range(1, MAX_TRIES + 1):
-                answered = await self._run(message, routed, request.sampling.n)
-                if answered.error is None:
-                    await self._await_last_news(request)
+                error = await self._run(request, routed, message)
+                if error is None:
                     return
                 if request.was_read or attempt == MAX_TRIES:
                     break
-                _log.warning("a request is sent to another replica: %s", answered.error)
+                _log.warning("a request is sent to another replica: %s", error)
                 await asyncio.sleep(_FIRST_DELAY_S * 2**attempt)
                 if request.was_read:
                     break
                 message.number = self._renumbered[first] = next(self._numbers)
                 self._requests.renumber(request, message.number)
-            self._fail(request, EngineDiedError(f"{answered.error}; send it again"))
+            if request in self._requests:
+                request.fail(EngineDiedError(f"{error}; send it again"))
+                self._requests.drop(request)
         finally:
             self._sending.pop(request, None)
 
-    async def _run(self, message: Submit, routed: RoutedRequest, num_sequences: int) -> Answered:
-        """Runs a request at the replica that the router chooses, until it has ended there, or is lost."""
-        assert self._inbox is not None
-        assert self._routes is not None
-        number = message.number
-        self._routes.add(number, routed)
-        response: Any = self._handle.run.remote(
-            number, self._inbox.address.server, encoder.encode(message), num_sequences
-        )
-        answer: asyncio.Future[Answered] = asyncio.ensure_future(awaited(response))
-        lost: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
-        self._losing[number] = lost
-        try:
-            done, _ = await asyncio.wait({answer, lost}, return_when=asyncio.FIRST_COMPLETED)
-            return done.pop().result()
-        except RAY_ERRORS as error:
-            return Answered(error=f"{self._place_text(number)} ended while this request was in it: {_kind(error)}")
-        finally:
-            del self._losing[number]
-            self._routes.remove(number)
-            if not answer.done():
-                response.cancel()
-                answer.cancel()
-
-    async def _await_last_news(self, request: EngineRequest) -> None:
-        """Waits for what is still on its way of an answer that has ended, and fails ``request`` if that does not
-        come.
+    async def _run(self, request: EngineRequest, routed: RoutedRequest, message: Submit) -> str | None:
+        """Runs a request at the replica that the router chooses, until it has ended there. Returns why it gives no
+        answer, or ``None``.
         """
-        for delay_s in (0.01, 0.1, 1.0, _LAST_NEWS_S):
-            if not request.num_open or request not in self._requests:
-                return
-            await asyncio.sleep(delay_s)
-        self._fail(request, EngineDiedError("the end of this answer was lost between the replica and the server"))
+        assert self._routes is not None
+        assert self._members is not None
+        number = message.number
+        self._runs[number] = run = _Run(request, None, asyncio.get_running_loop().create_future())
+        self._routes.add(number, routed)
+        try:
+            chosen = await self._handle.choose(number)
+            run.replica = replica = self.replicas.get(chosen)
+            if replica is None:
+                return _ended(chosen)
+            replica.num_requests += 1
+            self._handle.began(chosen)
+            self._remember(number, chosen)
+            self._watcher.request_routed(request, chosen)
+            replica.link.send(encoder.encode(message))
+            return await run.outcome
+        except RAY_ERRORS as error:
+            return f"Ray Serve chose no replica: {type(error).__name__}"
+        finally:
+            del self._runs[number]
+            self._routes.remove(number)
+            if (replica := run.replica) is not None:
+                if run.outcome.cancelled():
+                    replica.link.send(encoder.encode(Cancel(number)))
+                replica.num_requests -= 1
+                self._handle.ended(replica.id)
+                self._members.left(replica)
 
-    def _fail(self, request: EngineRequest, failure: Exception) -> None:
-        if request in self._requests:
-            request.fail(failure)
-            self._requests.drop(request)
-
-    def _routed(self, number: int, replica: str) -> None:
-        """Notes the replica that a request went to."""
+    def _remember(self, number: int, replica: str) -> None:
+        """Notes the replica that a request goes to."""
         self._places[number] = replica
         for remembered in (self._places, self._renumbered):
             while len(remembered) > _MAX_PLACES:
                 del remembered[next(iter(remembered))]
-        if (request := self._requests.numbered(number)) is not None:
-            self._watcher.request_routed(request, replica)
 
-    def _lost(self, replica: str) -> None:
-        """Ends the wait for all requests in a replica that is silent for too long, or on their way to it."""
-        assert self._routes is not None
-        for number, lost in self._losing.items():
-            if self._routes.place(number) == replica and not lost.done():
-                lost.set_result(Answered(error=f"replica {replica} has fallen silent with this request in it"))
+    # --- questions
 
-    def _place_text(self, number: int) -> str:
-        replica = self._places.get(number)
-        return "the replica" if replica is None else f"replica {replica}"
+    async def _reply_to(self, message: Ask | Check, target: str | None) -> msgspec.Raw:
+        """Sends a question to ``target``, by default the first replica that is ready, and returns its answer."""
+        replica = next(
+            (one for one in self.replicas.values() if (one.is_ready if target is None else one.id == target)), None
+        )
+        if replica is None:
+            raise UnavailableError("this replica is not there now; try again in a moment")
+        answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
+        self._asked[message.number] = replica, answer
+        try:
+            replica.link.send(encoder.encode(message))
+            return await answer
+        finally:
+            del self._asked[message.number]
 
-    # --- replicas
+    def _answer(self, number: int, body: msgspec.Raw, failure: Exception | None = None) -> None:
+        _, answer = self._asked.get(number, (None, None))
+        if answer is not None and not answer.done():
+            answer.set_result(body) if failure is None else answer.set_exception(failure)
+
+    # --- what comes from replicas
 
     def _replicas_changed(self, ids: list[str]) -> None:
         if not self._is_stopped:
             assert self._members is not None
             self._members.changed(ids)
 
-    def _take(self, replica: str, message: FromReplica) -> None:
-        """Takes a message of a replica."""
-        assert self._members is not None
-        self._members.heard(replica)
-        if isinstance(message, Report):
-            self._requests.take(message)
-        else:
-            self._members.take(replica, message)
+    def _take(self, replica: Replica, message: FromReplica) -> None:
+        """Takes a message about requests and questions."""
+        match message:
+            case Report():
+                self._requests.take(message)
+                for progress in message.progress:
+                    if progress.end is not None:
+                        self._end_if_answered(progress.number)
+                for refused in message.refused:
+                    self._end_if_answered(refused.number)
+            case Reply():
+                failure = None if message.error is None else GenerationError(message.error)
+                self._answer(message.number, message.body, failure)
+            case Lost():
+                self._fail(message.numbers, message.error)
 
-    async def _call(self, replica: str | None, method: str, *arguments: Any) -> bytes:
-        """Calls ``method`` of a replica, by default the first that is ready, and returns its answer."""
-        target = replica or next((one.id for one in self.replicas.values() if one.is_ready), None)
-        if target is None or target not in self.replicas:
-            raise UnavailableError("this replica is not there now; try again in a moment")
-        response = getattr(self._handle, method).remote(target, *arguments)
-        answer = asyncio.ensure_future(awaited(response))
-        try:
-            while not answer.done():
-                await asyncio.wait({answer}, timeout=_POLL_S)
-                if not answer.done() and target not in self.replicas:
-                    raise EngineDiedError(f"replica {target} ended before it had answered")
-            answered: Answered = answer.result()
-        except RAY_ERRORS as error:
-            raise EngineDiedError(f"replica {target} ended before it had answered: {_kind(error)}") from error
-        finally:
-            if not answer.done():
-                response.cancel()
-                answer.cancel()
-        if answered.error is not None:
-            raise EngineDiedError(answered.error) if answered.has_died else GenerationError(answered.error)
-        return answered.body
+    def _end_if_answered(self, number: int) -> None:
+        if (run := self._runs.get(number)) is not None and not (run.request.num_open and run.request in self._requests):
+            run.end(None)
+
+    def _lost(self, replica: Replica) -> None:
+        """Ends the wait for all that ``replica`` has yet to answer."""
+        numbers = [number for number, run in self._runs.items() if run.replica is replica]
+        numbers += [number for number, (asked, _) in self._asked.items() if asked is replica]
+        self._fail(numbers, _ended(replica.id))
+
+    def _fail(self, numbers: Iterable[int], error: str) -> None:
+        for number in numbers:
+            if (run := self._runs.get(number)) is not None:
+                run.end(error)
+            else:
+                self._answer(number, msgspec.Raw(), EngineDiedError(error))
+
+
+def _ended(replica: str) -> str:
+    return f"replica {replica} ended while this request was in it"
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
     """Calls ``function`` in ``loop``, which another thread runs."""
     with contextlib.suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(function, *arguments)
-
-
-def _kind(error: BaseException) -> str:
-    """Returns what Ray calls an error; its text fills pages."""
-    return type(error).__name__

@@ -12,15 +12,12 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from fastgen.serving.replicas.routing_table import RoutingTable
 
-# The methods of a replica that are called at one of them; its id is the first argument.
-TARGETED = frozenset(("attach", "ask", "refusal"))
-
 
 class ReplicaRouter(RequestRouter):
     """Ranks replicas as the server's routing table does. In a process without a server all replicas are alike."""
 
     def initialize_state(self, **arguments: Any) -> None:
-        # The ids of all replicas, as last passed on.
+        # The ids of all replicas, as last reported.
         self._ids: list[str] = []
 
     async def choose_replicas(
@@ -33,14 +30,9 @@ class ReplicaRouter(RequestRouter):
         pending_request.routing_context.should_backoff = True
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         first = pending_request.args[0]
-        if pending_request.metadata.call_method in TARGETED:
+        if pending_request.metadata.call_method == "attach":
             return [[replicas[first]]] if first in replicas else []
         return [[replicas[replica]] for replica in routes.rank(first, list(replicas))]
-
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        routes = RoutingTable.current
-        if routes is not None and pending_request.metadata.call_method not in TARGETED:
-            routes.routed(pending_request.args[0], replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -51,7 +43,7 @@ class ReplicaRouter(RequestRouter):
         self._report_replicas()
 
     def _report_replicas(self) -> None:
-        """Passes on which replicas there are, if that has changed."""
+        """Reports which replicas there are, if that has changed."""
         ids = sorted(replica.unique_id for replica in self.curr_replicas)
         if ids != self._ids and RoutingTable.current is not None:
             self._ids = ids

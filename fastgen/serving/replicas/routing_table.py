@@ -1,4 +1,4 @@
-"""What a server and the router of Ray Serve in its process tell one another."""
+"""The requests on their way to replicas, which a server shares with the router of Ray Serve in its process."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ from fastgen.runtime.routing import RoutedRequest, Router
 
 
 class RoutingTable:
-    """Holds the requests on their way to a replica, and chooses the replica. Any thread may call it.
+    """Holds the requests of a server, and ranks replicas for them. Any thread may call it.
 
-    ``on_replicas`` is called with the ids of all replicas when they change, and ``on_routed`` with the number of a
-    request and the replica that it goes to, both in a thread of Ray.
+    ``on_replicas`` is called with the ids of all replicas when they change, in a thread of Ray.
     """
 
-    # Of the server in this process, if there is one.
+    # The table of the server in this process, if there is one.
     current: RoutingTable | None = None
 
-    def __init__(self, on_replicas: Callable[[list[str]], None], on_routed: Callable[[int, str], None]):
-        self.on_replicas, self._on_routed = on_replicas, on_routed
+    def __init__(self, on_replicas: Callable[[list[str]], None]):
+        self.on_replicas = on_replicas
         # ``None`` until a replica is attached, whose block size it needs.
         self.router: Router | None = None
-        # Replicas whose tokens are received.
+        # Replicas that are linked with the server.
         self.attached: frozenset[str] = frozenset()
         # Replicas that were not heard for some time. They get requests only where there are no others.
         self.silent: frozenset[str] = frozenset()
         self._requests: dict[int, RoutedRequest] = {}
-        # Where each of them counts.
+        # The replica where each of them counts.
         self._places: dict[int, str] = {}
         self._lock = threading.Lock()
 
     def add(self, number: int, request: RoutedRequest) -> None:
-        """Makes a request known that is about to be sent."""
+        """Adds a request that is about to be sent."""
         with self._lock:
             self._requests[number] = request
 
@@ -56,19 +55,6 @@ class RoutingTable:
             if ranked:
                 self._count(number, ranked[0])
             return ranked
-
-    def place(self, number: int) -> str | None:
-        """Returns the replica where request ``number`` counts: that it went to, or is on its way to."""
-        with self._lock:
-            return self._places.get(number)
-
-    def routed(self, number: int, replica: str) -> None:
-        """Records that request ``number`` went to ``replica``."""
-        with self._lock:
-            if number not in self._requests:
-                return
-            self._count(number, replica)
-        self._on_routed(number, replica)
 
     def _count(self, number: int, replica: str | None) -> None:
         before, router = self._places.get(number), self.router

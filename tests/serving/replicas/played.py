@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import msgspec
 import zmq
@@ -13,10 +13,22 @@ from ray.exceptions import RayActorError
 
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.requests.outputs import FinishReason, RequestMetrics
-from fastgen.serving.engine.messages import End, EngineFacts, Progress, Report, Status, Submit, encoder
+from fastgen.serving.engine.messages import (
+    Ask,
+    Cancel,
+    Check,
+    End,
+    EngineFacts,
+    Progress,
+    Reply,
+    Report,
+    Status,
+    Submit,
+    encoder,
+)
 from fastgen.serving.engine.request import EngineRequest
-from fastgen.serving.replicas.inbox import Outbox
-from fastgen.serving.replicas.messages import Answered, Attached, Beat, InboxAddress
+from fastgen.serving.replicas.link import Link
+from fastgen.serving.replicas.messages import Attached, Beat, FromReplica, Lost, ToReplica, to_replica
 from fastgen.serving.replicas.replica_set import ReplicaSet
 from fastgen.serving.replicas.routing_table import RoutingTable
 from fastgen.version import __version__
@@ -31,40 +43,44 @@ class PlayedReplica:
 
     def __init__(self, name: str, version: str = __version__):
         self.name, self.version = name, version
-        self.outboxes: dict[str, Outbox] = {}
-        # The requests that it has, by their numbers, and those whose call was cancelled.
+        self.links: dict[str, Link] = {}
+        # The requests that it was sent, by their numbers, and those that were cancelled.
         self.taken: dict[int, Submit] = {}
         self.cancelled: list[int] = []
-        self.ended: dict[int, asyncio.Future[Answered]] = {}
-        self.is_dead = self.is_silent = False
+        # Whether it does nothing at all, as a suspended process.
+        self.is_silent = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
-    async def attach(self, target: str, address: InboxAddress) -> Attached:
+    async def attach(self, server: str) -> Attached:
         if self.is_silent:
             await asyncio.sleep(WAIT_S)
-        if address.server not in self.outboxes:
-            self.outboxes[address.server] = Outbox(self._context, address, self.name, lambda: None)
-        self.beat()
-        return Attached(FACTS, f"host of {self.name}", self.version)
+        if (before := self.links.pop(server, None)) is not None:
+            before.close()
 
-    async def run(self, number: int, server: str, encoded: bytes, num_sequences: int) -> Answered:
-        self.taken[number] = msgspec.msgpack.decode(encoded, type=Submit)
-        self.ended[number] = asyncio.get_running_loop().create_future()
-        try:
-            return await self.ended[number]
-        except asyncio.CancelledError:
-            self.cancelled.append(number)
-            raise
+        def lost() -> None:
+            if self.links.get(server) is link:
+                del self.links[server]
 
-    async def ask(self, target: str, what: str) -> Answered:
-        return Answered(encoder.encode(f"{what} of {self.name}"))
+        self.links[server] = link = Link(self._context, to_replica, self._take, lost)
+        return Attached(link.listen("127.0.0.1"), FACTS, f"host of {self.name}", self.version)
 
-    async def refusal(self, target: str, prompt_ids: list[int], sampling: dict[str, Any]) -> Answered:
-        return Answered(error="cannot be checked")
+    def _take(self, message: ToReplica, encoded: bytes) -> None:
+        match message:
+            case Submit():
+                self.taken[message.number] = message
+            case Cancel():
+                self.cancelled.append(message.number)
+            case Ask():
+                if message.what != "nothing":
+                    self.send(
+                        Reply(message.number, msgspec.Raw(encoder.encode(f"{message.what} of {self.name}")), None)
+                    )
+            case Check():
+                self.send(Reply(message.number, msgspec.Raw(encoder.encode(None)), "cannot be checked"))
 
-    def send(self, message: Report | Beat) -> None:
-        for outbox in self.outboxes.values():
-            outbox.send(encoder.encode(message))
+    def send(self, message: FromReplica) -> None:
+        for link in self.links.values():
+            link.send(encoder.encode(message))
 
     def beat(self, *, is_ready: bool = True, num_restarts: int = 0, metrics: Metrics | None = None) -> None:
         if not self.is_silent:
@@ -75,44 +91,28 @@ class PlayedReplica:
         self.send(Report([part for token_id in token_ids for part in (number, token_id)], [], [], [], None))
 
     def finish(self, number: int, *token_ids: int, reason: FinishReason = "length") -> None:
-        """Sends the last tokens, and ends the call."""
+        """Sends the last tokens."""
         end = End(reason, None, None, _METRICS, 0.0)
         self.send(Report([], [Progress(number, 0, list(token_ids), None, end)], [], [], None))
-        self.ended[number].set_result(Answered())
 
-    def die(self) -> None:
-        """Ends as a killed actor does."""
-        self.is_dead = True
-        for ended in self.ended.values():
-            if not ended.done():
-                ended.set_exception(RayActorError())
-        self.close()
+    def lose(self, *numbers: int) -> None:
+        """Reports that its engine has ended with these requests in it."""
+        self.send(Lost(list(numbers), "the engine's process was ended"))
 
     def close(self) -> None:
-        for outbox in self.outboxes.values():
-            outbox.close()
-        self.outboxes.clear()
-        self._context.term()
-
-
-class _Response:
-    """What a call through Ray gives at once."""
-
-    def __init__(self, call: Coroutine[Any, Any, Any]):
-        self._task = asyncio.ensure_future(call)
-
-    def __await__(self) -> Any:
-        return self._task.__await__()
-
-    def cancel(self) -> None:
-        self._task.cancel()
+        """Ends, as a killed actor does."""
+        for link in self.links.values():
+            link.close()
+        self.links.clear()
 
 
 class PlayedHandle:
-    """Calls replicas as Ray Serve's handle does, by the routing table of this process."""
+    """Leads to replicas as Ray Serve's handle does, by the routing table of this process."""
 
     def __init__(self, *replicas: PlayedReplica):
         self.replicas = {replica.name: replica for replica in replicas}
+        # The requests that count at each.
+        self.num_requests: Counter[str] = Counter()
 
     def add(self, replica: PlayedReplica) -> None:
         self.replicas[replica.name] = replica
@@ -126,41 +126,30 @@ class PlayedHandle:
         assert RoutingTable.current is not None
         RoutingTable.current.on_replicas(sorted(self.replicas))
 
-    def broadcast(self, method: str) -> Any:
+    async def discover(self) -> None:
         self._report_replicas()
 
-        class Responses:
-            async def results_async(self) -> list[None]:
-                return []
+    async def attach(self, replica: str, server: str) -> Attached:
+        if replica not in self.replicas:
+            raise RayActorError
+        return await self.replicas[replica].attach(server)
 
-        return Responses()
-
-    def __getattr__(self, method: str) -> Any:
-        class Method:
-            @staticmethod
-            def remote(first: Any, *arguments: Any) -> _Response:
-                return _Response(self._call(method, first, *arguments))
-
-        return Method
-
-    async def _call(self, method: str, first: Any, *arguments: Any) -> Any:
+    async def choose(self, number: int) -> str:
         routes = RoutingTable.current
         assert routes is not None
-        if method != "run":
-            return await getattr(self.replicas[first], method)(first, *arguments)
-        while not (ranked := routes.rank(first, list(self.replicas))):
+        while not (ranked := routes.rank(number, list(self.replicas))):
             await asyncio.sleep(0.01)
-        replica = self.replicas[ranked[0]]
-        if replica.is_silent:  # Ray waits until it accepts the request
-            await asyncio.sleep(WAIT_S)
-        routes.routed(first, ranked[0])
-        if replica.is_dead:
-            raise RayActorError
-        return await replica.run(first, *arguments)
+        return ranked[0]
+
+    def began(self, replica: str) -> None:
+        self.num_requests[replica] += 1
+
+    def ended(self, replica: str) -> None:
+        self.num_requests[replica] -= 1
 
 
 class Noted:
-    """An ``EngineWatcher`` that notes what it is told."""
+    """An ``EngineWatcher`` that notes what happens."""
 
     def __init__(self) -> None:
         self.notes: list[tuple[str, str]] = []
@@ -194,7 +183,7 @@ async def played_set(
 ) -> AsyncIterator[tuple[ReplicaSet, PlayedHandle, Noted]]:
     """Yields a started set of these replicas, all attached, with its handle and what its watcher notes."""
     handle, noted = PlayedHandle(*replicas), Noted()
-    found = ReplicaSet(handle, noted, host="127.0.0.1", router=router)  # type: ignore[arg-type]
+    found = ReplicaSet(handle, noted, router=router)
     async with asyncio.timeout(WAIT_S):
         try:
             await found.start()

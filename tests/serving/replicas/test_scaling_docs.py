@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from fastgen.cli import app
 from fastgen.runtime.routing import ROUTERS
-from fastgen.serving.replicas import application, cluster, inbox, ingress, membership, replica, replica_set, settings
+from fastgen.serving.replicas import application, cluster, ingress, link, membership, replica, replica_set, settings
 from fastgen.serving.replicas.deploy_file import deploy_file
 from fastgen.serving.replicas.placement import Machine, NoRoomError, needs_of
 
@@ -86,7 +86,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"every {replica.BEAT_S:g} s",
         f"{membership.SILENT_S:g} s",
         f"{membership.LOST_S:g} s",
-        f"{inbox._HEARTBEAT_MS / 1000:g} s; {inbox._SILENCE_MS / 1000:g} s",
+        f"{link._HEARTBEAT_MS / 1000:g} s; {link._SILENCE_MS / 1000:g} s",
         f"every {settings.HEALTH_PERIOD_S:g} s; {settings.HEALTH_TIMEOUT_S:g} s",
         f"{ingress._SILENCE_S:g} s",
         f"{replica_set.MAX_TRIES}, with pauses from {2 * replica_set._FIRST_DELAY_S:g} s, doubled each time",

@@ -1,0 +1,159 @@
+"""The connection between a server and a replica: encrypted, and closed to all that do not have the replica's key.
+
+A replica opens a socket for each server that asks for one, and passes its address and key to the server through Ray.
+Both ends notice when the other is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+
+from fastgen.serving.engine.messages import has_come
+
+# An end that says nothing for this long, not even in answer to a heartbeat, is gone.
+_HEARTBEAT_MS, _SILENCE_MS = 2000, 10_000
+# How long a replica waits for a server that asked for a socket.
+_CONNECT_S = 10.0
+# Most bytes in one message: an answer with as many log-probabilities as a server takes has fewer.
+_MAX_MESSAGE_BYTES = 1 << 30
+_OPTIONS = {
+    zmq.LINGER: 0,
+    zmq.SNDHWM: 0,  # the queues are bounded by the requests and their answers
+    zmq.RCVHWM: 0,
+    zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES,
+    zmq.HEARTBEAT_IVL: _HEARTBEAT_MS,
+    zmq.HEARTBEAT_TIMEOUT: _SILENCE_MS,
+    zmq.HEARTBEAT_TTL: _SILENCE_MS,
+}
+# The events at the server's end that mean that there is no replica at the other.
+_FAILED = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LinkAddress:
+    """The address at which a replica waits for one server."""
+
+    # Such as ``tcp://10.0.0.7:40123``.
+    endpoint: str
+    # The public key of the socket (CURVE). Only those that have it can connect.
+    public_key: bytes
+
+
+class Link:
+    """One end of the connection: :meth:`listen` makes the replica's, :meth:`connect` the server's.
+
+    Messages are MessagePack. ``on_message`` is called with each that comes, as ``decoder`` reads it and as it came; one
+    that cannot be read is dropped. ``on_lost`` is called once if the other end is gone or cannot be reached, and the
+    link is closed then. All methods belong to one event loop.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        decoder: msgspec.msgpack.Decoder[Any],
+        on_message: Callable[[Any, bytes], None],
+        on_lost: Callable[[], None],
+    ):
+        self._decoder, self._on_message, self._on_lost = decoder, on_message, on_lost
+        self._socket = context.socket(zmq.PAIR)
+        for option, value in _OPTIONS.items():
+            self._socket.setsockopt(option, value)
+        self._loop = asyncio.get_running_loop()
+        self._monitor: zmq.Socket[bytes] | None = None
+        # Whether a message could be sent.
+        self._is_connected = False
+        self._will_receive = False
+
+    def listen(self, host: str) -> LinkAddress:
+        """Waits for one server at ``host``, an address of this machine that the server's machine reaches."""
+        public_key, secret_key = zmq.curve_keypair()
+        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self._loop.call_later(_CONNECT_S, self._give_up)
+        self._begin()
+        return LinkAddress(f"tcp://{host}:{port}", public_key)
+
+    def connect(self, address: LinkAddress) -> None:
+        """Connects to the replica at ``address``. Messages can be sent at once."""
+        public_key, secret_key = zmq.curve_keypair()
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, address.public_key)
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, public_key)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
+        self._monitor = self._socket.get_monitor_socket(_FAILED)
+        self._loop.add_reader(self._monitor.fileno(), self._take_failure)
+        self._socket.connect(address.endpoint)
+        self._loop.call_soon(self._take_failure)  # descriptors signal changes only
+        self._begin()
+
+    def send(self, encoded: bytes) -> None:
+        """Sends a message. It is dropped where the other end is gone, or has yet to connect. A replica's end notices
+        here that the server is gone.
+        """
+        if self._socket.closed:
+            return
+        try:
+            self._socket.send(encoded, zmq.NOBLOCK)
+        except zmq.Again:
+            if self._is_connected:
+                self._loop.call_soon(self._lose)
+            return
+        self._is_connected = True
+        # The descriptor signals changes only, and sending may have consumed a signal.
+        if not self._will_receive:
+            self._will_receive = True
+            self._loop.call_soon(self._receive)
+
+    def close(self) -> None:
+        """Closes this end. The other one notices, and ``on_lost`` of this one is not called any more."""
+        if self._socket.closed:
+            return
+        self._loop.remove_reader(self._socket.fileno())
+        if self._monitor is not None:
+            self._loop.remove_reader(self._monitor.fileno())
+            self._socket.disable_monitor()
+            self._monitor.close()
+        self._socket.close()
+
+    def _begin(self) -> None:
+        self._loop.add_reader(self._socket.fileno(), self._receive)
+        self._loop.call_soon(self._receive)  # descriptors signal changes only
+
+    def _take_failure(self) -> None:
+        if self._monitor is not None and not self._monitor.closed and has_come(self._monitor):
+            self._lose()
+
+    def _receive(self) -> None:
+        self._will_receive = False
+        while not self._socket.closed and has_come(self._socket):
+            encoded = self._socket.recv()
+            try:
+                message = self._decoder.decode(encoded)
+            except msgspec.DecodeError as error:
+                _log.error("a message between a server and a replica cannot be read and is dropped: %s", error)
+                continue
+            self._on_message(message, encoded)
+
+    def _give_up(self) -> None:
+        if not self._is_connected:
+            self._lose()
+
+    def _lose(self) -> None:
+        if not self._socket.closed:
+            self._receive()  # the last messages of the other end
+            self.close()
+            self._on_lost()

@@ -1,0 +1,162 @@
+"""The connection between a server and a replica: what arrives, what is refused, and what is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from fastgen.serving.engine.messages import Cancel, Report, Status, Submit, encoder
+from fastgen.serving.replicas import link
+from fastgen.serving.replicas.link import Link, LinkAddress
+from fastgen.serving.replicas.messages import Beat, from_replica, to_replica
+from tests.serving.replicas.played import until
+
+REPORT = Report([7, 42], [], [], [], None)
+SUBMIT = Submit(7, [1, 2, 3], {"temperature": 0.5}, True)
+WAIT_S = 20.0
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(WAIT_S):
+            await test()
+
+    asyncio.run(limited())
+
+
+@dataclass
+class End:
+    """One end of a link, with what came and how often the other end was lost."""
+
+    link: Link
+    got: list[object] = field(default_factory=list)
+    num_lost: int = 0
+
+
+def an_end(context: zmq.Context[zmq.Socket[bytes]], decoder: msgspec.msgpack.Decoder[Any]) -> End:
+    def lost() -> None:
+        end.num_lost += 1
+
+    end = End(Link(context, decoder, lambda message, _: end.got.append(message), lost))
+    return end
+
+
+def both_ends(context: zmq.Context[zmq.Socket[bytes]]) -> tuple[End, End, LinkAddress]:
+    """Returns the server's end and the replica's, connected."""
+    replica, server = an_end(context, to_replica), an_end(context, from_replica)
+    address = replica.link.listen("127.0.0.1")
+    server.link.connect(address)
+    return server, replica, address
+
+
+def test_messages_arrive_in_their_order_at_both_ends() -> None:
+    async def test() -> None:
+        with zmq.Context() as context:
+            server, replica, _ = both_ends(context)
+            server.link.send(encoder.encode(SUBMIT))  # at once: it waits until the link is made
+            server.link.send(encoder.encode(Cancel(7)))
+            await until(lambda: len(replica.got) == 2)
+            beat = Beat(True, Status(1, 2, 3), msgspec.Raw(encoder.encode(None)), 4)
+            replica.link.send(encoder.encode(REPORT))
+            replica.link.send(encoder.encode(beat))
+            await until(lambda: len(server.got) == 2)
+            assert replica.got == [SUBMIT, Cancel(7)]
+            assert server.got == [REPORT, beat]
+            server.link.close()
+            replica.link.close()
+            assert (server.num_lost, replica.num_lost) == (0, 0)
+
+    run(test)
+
+
+def test_what_cannot_be_read_is_dropped() -> None:
+    async def test() -> None:
+        with zmq.Context() as context:
+            server, replica, _ = both_ends(context)
+            server.link.send(b"\xc1 no message")
+            server.link.send(encoder.encode(REPORT))  # replicas send these, and never get them
+            server.link.send(encoder.encode(SUBMIT))
+            await until(lambda: replica.got)
+            assert replica.got == [SUBMIT]
+            server.link.close()
+            replica.link.close()
+
+    run(test)
+
+
+def test_a_replica_takes_nothing_without_its_key_and_one_server_only() -> None:
+    async def test() -> None:
+        with zmq.Context() as context:
+            replica, server = an_end(context, to_replica), an_end(context, from_replica)
+            address = replica.link.listen("127.0.0.1")
+            other_key, _ = zmq.curve_keypair()
+            stranger, second = an_end(context, from_replica), an_end(context, from_replica)
+            stranger.link.connect(replace(address, public_key=other_key))
+            stranger.link.send(encoder.encode(Cancel(1)))
+            plain = context.socket(zmq.PAIR)
+            plain.setsockopt(zmq.LINGER, 0)
+            plain.connect(address.endpoint)
+            plain.send(encoder.encode(Cancel(2)), zmq.NOBLOCK)
+            await until(lambda: stranger.num_lost)
+            server.link.connect(address)
+            server.link.send(encoder.encode(SUBMIT))
+            await until(lambda: replica.got)
+            second.link.connect(address)
+            second.link.send(encoder.encode(Cancel(3)))
+            for _ in range(20):
+                server.link.send(encoder.encode(Cancel(7)))
+                await asyncio.sleep(0.01)
+            await until(lambda: len(replica.got) == 21)
+            assert replica.got == [SUBMIT, *[Cancel(7)] * 20]
+            assert (server.num_lost, replica.num_lost) == (0, 0)
+            plain.close()
+            for end in (server, replica, second):
+                end.link.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("first", ["server", "replica"])
+def test_the_loss_of_one_end_is_noticed_at_the_other(first: str) -> None:
+    async def test() -> None:
+        with zmq.Context() as context:
+            server, replica, _ = both_ends(context)
+            server.link.send(encoder.encode(SUBMIT))
+            await until(lambda: replica.got)
+            replica.link.send(encoder.encode(REPORT))
+            await until(lambda: server.got)
+            gone, left = (server, replica) if first == "server" else (replica, server)
+            gone.link.close()
+
+            def is_lost() -> bool:
+                replica.link.send(encoder.encode(REPORT))  # by which a replica notices, as twice a second
+                return left.num_lost > 0
+
+            await until(is_lost)
+            left.link.send(encoder.encode(SUBMIT))  # goes nowhere, and does no harm
+            assert (gone.num_lost, left.num_lost) == (0, 1)
+
+    run(test)
+
+
+def test_a_server_that_never_comes_and_a_replica_that_is_not_there_are_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link, "_CONNECT_S", 0.05)
+
+    async def test() -> None:
+        with zmq.Context() as context:
+            replica, server = an_end(context, to_replica), an_end(context, from_replica)
+            address = replica.link.listen("127.0.0.1")
+            await until(lambda: replica.num_lost)
+            server.link.connect(address)
+            await until(lambda: server.num_lost)
+            assert (server.num_lost, replica.num_lost) == (1, 1)
+
+    run(test)
