@@ -114,7 +114,7 @@ class Service:
         facts, _ = await asyncio.gather(self.engine.start(), asyncio.to_thread(import_generic_tokenizer))
         directory = Path(facts.directory)
         if not directory.is_dir():  # the engine is on another machine
-            directory = await asyncio.to_thread(hub.locate, self._model, revision=self._revision)
+            directory = await asyncio.to_thread(hub.locate, self._model, revision=self._revision, with_weights=False)
         config = read_json_object(directory / "config.json")
         codec = await asyncio.to_thread(
             TextCodec.from_checkpoint, directory, config, tokenizer_class=facts.tokenizer_class

@@ -28,9 +28,10 @@ TOKEN = "hf_the_secret"
 LOCATE = """
 import json, sys
 from fastgen.models.checkpoint.hub import locate
-for model, revision in json.loads(sys.argv[1]):
+models, with_weights = json.loads(sys.argv[1])
+for model, revision in models:
     try:
-        print(json.dumps({"path": str(locate(model, revision=revision))}))
+        print(json.dumps({"path": str(locate(model, revision=revision, with_weights=with_weights))}))
     except Exception as error:
         print(json.dumps({"error": type(error).__name__, "message": str(error)}))
 """
@@ -152,7 +153,12 @@ def server() -> Iterator[Hub]:
 
 
 def locate_each(
-    home: Path, *models: str | tuple[str, str], endpoint: str, log: list[str] | None = None, **environment: str
+    home: Path,
+    *models: str | tuple[str, str],
+    endpoint: str,
+    log: list[str] | None = None,
+    with_weights: bool = True,
+    **environment: str,
 ) -> list[dict[str, str]]:
     """Calls ``locate`` for each model in a fresh process: ``{"path": …}`` or ``{"error": …, "message": …}``.
 
@@ -172,7 +178,11 @@ def locate_each(
     }
     environment |= dict.fromkeys(("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"), "600")  # the server may be slow
     done = subprocess.run(
-        [sys.executable, "-c", LOCATE, json.dumps(wanted)], env=environment, cwd=home, capture_output=True, text=True
+        [sys.executable, "-c", LOCATE, json.dumps([wanted, with_weights])],
+        env=environment,
+        cwd=home,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     if log is not None:
@@ -241,6 +251,15 @@ def test_download_refusals_and_the_cache_afterwards(server: Hub, tmp_path: Path)
     assert "lacks model-00002-of-00002.safetensors" in partial["message"]
     assert locate_each(tmp_path, "big/model", endpoint=server.url) == [sharded]
     assert files_in(sharded["path"]) == NEEDED | set(SAFETENSORS)
+
+
+def test_without_weights_only_the_small_files_are_downloaded_and_needed(server: Hub, tmp_path: Path) -> None:
+    (found,) = locate_each(tmp_path, "big/model", endpoint=server.url, with_weights=False)
+    assert files_in(found["path"]) == NEEDED
+    nowhere = "http://127.0.0.1:1"
+    assert locate_each(tmp_path, "big/model", endpoint=nowhere, with_weights=False) == [found]
+    (refused,) = locate_each(tmp_path, "big/model", endpoint=nowhere)
+    assert "lacks the weights" in refused["message"]
 
 
 def test_a_private_repository_with_the_users_token(server: Hub, tmp_path: Path) -> None:

@@ -35,12 +35,13 @@ _SMALL_FILES = (
 _AUTHENTICATE = "log in with `hf auth login`, or set HF_TOKEN to a token that may read it"
 
 
-def locate(model: str | Path, *, revision: str | None = None) -> Path:
+def locate(model: str | Path, *, revision: str | None = None, with_weights: bool = True) -> Path:
     """Returns the directory of ``model``, with its config, tokenizer and weights.
 
     ``model`` is a local directory, else the name of a built-in, else a hub id (``owner/name``). From the hub only the
     files needed are downloaded, with the user's own token; without a network the copy in the hub's cache is used.
-    ``revision`` is a branch, tag or commit of a hub repository, and is refused for anything else.
+    ``revision`` is a branch, tag or commit of a hub repository, and is refused for anything else. Without
+    ``with_weights`` no weights are downloaded.
 
     Raises :class:`ModelNotFoundError`, which says what was tried and what to do, and :class:`CheckpointError` for a
     file that is a link out of the directory.
@@ -62,7 +63,7 @@ def locate(model: str | Path, *, revision: str | None = None) -> Path:
         return BUILTINS[name]
     if name and os.path.isfile(directory) and (kind := other_file(directory)):
         raise ModelNotFoundError(f"{directory.absolute()}: {kind}")
-    return _from_hub(name, revision)
+    return _from_hub(name, revision, with_weights)
 
 
 def _refuse_revision(revision: str | None, reason: str) -> None:
@@ -70,9 +71,9 @@ def _refuse_revision(revision: str | None, reason: str) -> None:
         raise InvalidArgumentError(f"revision={revision!r} selects a version of a hub repository, but {reason}")
 
 
-def _from_hub(repository: str, revision: str | None) -> Path:
+def _from_hub(repository: str, revision: str | None, with_weights: bool) -> Path:
     try:
-        files = _files_needed(repository, revision)
+        files = _files_needed(repository, revision, with_weights)
         return Path(snapshot_download(repository, revision=revision, allow_patterns=files))
     except FastgenError:
         raise
@@ -80,7 +81,7 @@ def _from_hub(repository: str, revision: str | None) -> Path:
         refusal = _refusal(repository, revision, error)
         if refusal:
             raise ModelNotFoundError(refusal + _did_you_mean(repository)) from error
-        return _from_cache(repository, revision, error)
+        return _from_cache(repository, revision, with_weights, error)
 
 
 def _refusal(repository: str, revision: str | None, error: Exception) -> str | None:
@@ -107,7 +108,7 @@ def _refusal(repository: str, revision: str | None, error: Exception) -> str | N
     return None
 
 
-def _from_cache(repository: str, revision: str | None, error: Exception) -> Path:
+def _from_cache(repository: str, revision: str | None, with_weights: bool, error: Exception) -> Path:
     """Returns the cached copy, after ``error`` prevented the hub from answering."""
     at = f" at revision {revision!r}" if revision else ""
     tried = f"fetching it from {constants.ENDPOINT} failed ({_brief(error)})"
@@ -120,7 +121,7 @@ def _from_cache(repository: str, revision: str | None, error: Exception) -> Path
             f"{_did_you_mean(repository)}"
         ) from error
     missing = _missing_files(cached)
-    if missing:
+    if missing and with_weights:
         raise ModelNotFoundError(
             f"{repository!r}{at}: {tried}, and the copy in the cache is incomplete: {cached} lacks {missing}. "
             f"Connect to the network, with HF_HUB_OFFLINE not set; the download continues where it stopped."
@@ -130,13 +131,15 @@ def _from_cache(repository: str, revision: str | None, error: Exception) -> Path
     return cached
 
 
-def _files_needed(repository: str, revision: str | None) -> list[str]:
+def _files_needed(repository: str, revision: str | None, with_weights: bool) -> list[str]:
     siblings = HfApi().model_info(repository, revision=revision).siblings or []
     names = {sibling.rfilename for sibling in siblings}
     page = f"{constants.ENDPOINT}/{repository}"
     if "config.json" not in names:
         found = other_format(names) or "so it is no model that fastgen reads"
         raise ModelNotFoundError(f"{page} has no config.json; {found}.")
+    if not with_weights:
+        return sorted(_small_files(names))
     entry = weights_entry(names)
     if entry is None:
         kind = other_format(names)

@@ -162,3 +162,29 @@ def test_the_printed_file_is_deployed_scaled_and_ended(tmp_path: Path) -> None:
             time.sleep(0.25)
         with pytest.raises(OSError, match="refused"):
             text_of(port, "Once upon a time")
+
+
+def test_ray_serve_scales_by_the_requests_that_are_ongoing(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    config = printed("--replicas", "2", "--num-threads", "1", "--memory", "1GiB", "--port", str(port))
+    replicas, file = config["applications"][0]["deployments"][0], tmp_path / "fastgen.yaml"
+    del replicas["num_replicas"]
+    replicas["autoscaling_config"] = {
+        "min_replicas": 1,
+        "max_replicas": 2,
+        "target_ongoing_requests": 1,
+        "metrics_interval_s": 0.5,
+        "look_back_period_s": 2.0,
+        "upscale_delay_s": 1.0,
+        "downscale_delay_s": 2.0,
+    }
+    with ray_cluster(num_cpus=3) as cluster:
+        deploy(cluster, config, file)
+        wait_for(cluster, lambda each: each["status"] == "RUNNING" and num_running(each) == 1)
+        expected = text_of(port, "Once upon a time")
+        with asking(port) as answers:
+            wait_for(cluster, lambda each: num_running(each) == 2)
+            until_more(answers, expected)
+        wait_for(cluster, lambda each: num_running(each) == 1)
+        assert set(answers) == {expected}
+        assert text_of(port, "Once upon a time") == expected
