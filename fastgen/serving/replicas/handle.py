@@ -7,8 +7,11 @@ scales. The ways in which this module does that are those of Ray Serve's own dir
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from typing import Any, Protocol
 
+import ray
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -28,6 +31,9 @@ class ReplicaHandle(Protocol):
 
     async def attach(self, replica: str, server: str) -> Attached:
         """Calls :meth:`~fastgen.serving.replicas.replica.EngineReplica.attach` of ``replica``."""
+
+    def kill(self, replica: str) -> None:
+        """Ends the process of ``replica`` at once, if it is still there."""
 
     async def choose(self, number: int) -> str:
         """Returns the replica that the router chooses for request ``number``. Waits while there is none."""
@@ -52,6 +58,14 @@ class RayHandle:
         response: Any = self._handle.attach.remote(replica, server)
         attached: Attached = await response
         return attached
+
+    def kill(self, replica: str) -> None:
+        threading.Thread(target=self._kill, args=(self._id(replica).to_full_id_str(),), daemon=True).start()
+
+    @staticmethod
+    def _kill(actor: str) -> None:
+        with contextlib.suppress(ValueError, RayError):  # it has ended
+            ray.kill(ray.get_actor(actor, namespace="serve"))
 
     async def choose(self, number: int) -> str:
         async with self._handle.choose_replica(number, _reserve=False) as chosen:

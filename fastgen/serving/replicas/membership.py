@@ -42,8 +42,8 @@ class Replica:
     host: str
     facts: EngineFacts
     link: Link
-    # When it was last heard, by ``time.monotonic``.
-    heard_s: float
+    # For how long it was not heard.
+    silent_s: float = 0.0
     # Whether its engine accepts requests.
     is_ready: bool = True
     status: Status = field(default_factory=lambda: Status(0, 0, 0))
@@ -57,7 +57,8 @@ class Membership:
 
     ``on_message`` is called with what a replica sends of requests and questions, and ``on_lost`` with a replica whose
     requests are lost. A replica that Ray Serve no longer lists gets no more requests, and its link remains until those
-    in it have ended. All methods belong to one event loop.
+    in it have ended. One that hangs is killed then: Ray Serve would let it have its time to finish. All methods belong
+    to one event loop.
     """
 
     def __init__(
@@ -77,6 +78,8 @@ class Membership:
         self.replicas: dict[str, Replica] = {}
         # Those that get no more, and have some.
         self._leaving: set[Replica] = set()
+        # The ids of those that fell silent, and were not attached again.
+        self._hanging: set[str] = set()
         # How many were attached and are gone.
         self.num_gone = 0
         # The properties of the first engine; all have the same.
@@ -98,6 +101,8 @@ class Membership:
                 self.left(replica)
         for id in ids:
             self._begin_to_attach(id)
+        for id in self._hanging - set(ids):
+            self._kill(id)
 
     def left(self, replica: Replica) -> None:
         """Closes the link of a replica that gets no more requests and has none."""
@@ -115,18 +120,21 @@ class Membership:
     async def watch(self, on_beat: Callable[[], None]) -> None:
         """Looks for replicas that have fallen silent, for ever. ``on_beat`` is called about twice a second."""
         while True:
+            began_s = time.monotonic()
             await asyncio.sleep(_WATCH_S)
             on_beat()
-            now_s = time.monotonic()
+            # A pause of this process says nothing about theirs.
+            passed_s = min(time.monotonic() - began_s, 2 * _WATCH_S)
             for replica in (*self.replicas.values(), *self._leaving):
-                silent_s = now_s - replica.heard_s
-                if silent_s > SILENT_S and replica.id not in self._routes.silent:
-                    _log.warning("replica %s was not heard for %.1f s", replica.id, silent_s)
-                if silent_s > LOST_S:
+                replica.silent_s += passed_s
+                if replica.silent_s > SILENT_S and replica.id not in self._routes.silent:
+                    _log.warning("replica %s was not heard for %.1f s", replica.id, replica.silent_s)
+                if replica.silent_s > LOST_S:
                     replica.link.close()
+                    self._hanging.add(replica.id)
                     self._lose(replica)
             self._routes.silent = frozenset(
-                one.id for one in self.replicas.values() if now_s - one.heard_s > SILENT_S or not one.is_ready
+                one.id for one in self.replicas.values() if one.silent_s > SILENT_S or not one.is_ready
             )
 
     async def stop(self) -> None:
@@ -159,10 +167,17 @@ class Membership:
         """Takes the requests from a replica whose link is closed. It is attached again if it still exists."""
         if replica in self._leaving:
             self._leaving.remove(replica)
+            if replica.id in self._hanging:
+                self._kill(replica.id)
         elif self.replicas.get(replica.id) is replica:
             self._remove(replica)
             self._begin_to_attach(replica.id)
         self._on_lost(replica)
+
+    def _kill(self, id: str) -> None:
+        self._hanging.remove(id)
+        _log.error("replica %s hangs and is killed", id)
+        self._handle.kill(id)
 
     # --- attaching
 
@@ -203,7 +218,8 @@ class Membership:
             self._take(replica, message)
 
         link = Link(self._context, from_replica, take, lambda: self._lose(replica))
-        self.replicas[id] = replica = Replica(id, attached.host, facts, link, time.monotonic())
+        self.replicas[id] = replica = Replica(id, attached.host, facts, link)
+        self._hanging.discard(id)
         link.connect(attached.address)
         self._watcher.engine_ready(facts, id)
         self._routes.attached = frozenset(self.replicas)
@@ -214,7 +230,7 @@ class Membership:
     # --- what a replica sends
 
     def _take(self, replica: Replica, message: FromReplica) -> None:
-        replica.heard_s = time.monotonic()
+        replica.silent_s = 0.0
         if isinstance(message, Beat):
             self._take_beat(replica, message)
         else:

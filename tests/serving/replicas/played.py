@@ -113,6 +113,10 @@ class PlayedHandle:
         self.replicas = {replica.name: replica for replica in replicas}
         # The requests that count at each.
         self.num_requests: Counter[str] = Counter()
+        self.killed: list[str] = []
+
+    def kill(self, replica: str) -> None:
+        self.killed.append(replica)
 
     def add(self, replica: PlayedReplica) -> None:
         self.replicas[replica.name] = replica

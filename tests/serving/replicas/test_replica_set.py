@@ -170,7 +170,7 @@ def test_a_replica_that_falls_silent_loses_its_requests_and_gets_no_more(monkeyp
 
     async def test() -> None:
         a, b = PlayedReplica("a"), PlayedReplica("b")
-        async with played_set(a, b) as (replicas, _, _noted):
+        async with played_set(a, b) as (replicas, handle, _noted):
             beating = [asyncio.create_task(_beat(each)) for each in (a, b)]
             request = submit(replicas)
             first = await where(request, a, b)
@@ -192,6 +192,29 @@ def test_a_replica_that_falls_silent_loses_its_requests_and_gets_no_more(monkeyp
                 assert await where(each, a, b)
             for each in together:
                 await until(lambda each=each: each.number in other.taken)
+            assert handle.killed == []
+            handle.remove(first.name)  # Ray Serve has noticed, and waits until it has finished its requests
+            await until(lambda: handle.killed == [first.name])
+            for task in beating:
+                task.cancel()
+
+    run(test)
+
+
+def test_a_replica_that_hangs_while_it_finishes_its_requests_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "LOST_S", 0.3)
+
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b) as (replicas, handle, _):
+            beating = [asyncio.create_task(_beat(each)) for each in (a, b)]
+            request = submit(replicas)
+            first = await where(request, a, b)
+            handle.remove(first.name)
+            await until(lambda: len(replicas.replicas) == 1)
+            first.is_silent = True
+            assert await where(request, *([b] if first is a else [a]))
+            assert handle.killed == [first.name]
             for task in beating:
                 task.cancel()
 
