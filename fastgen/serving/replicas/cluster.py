@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from fastgen.errors import FastgenError, InvalidArgumentError
@@ -26,7 +27,7 @@ def need_ray() -> None:
     """Raises ``FastgenError`` where the extra ``ray`` is not installed, or another release of Ray is."""
     try:
         found = version("ray")
-        import ray.serve  # noqa: F401  # fails where Ray was installed without what Ray Serve needs
+        import_module("ray.serve")  # fails where Ray was installed without what Ray Serve needs
     except (PackageNotFoundError, ImportError):
         raise FastgenError(f"replicas need the package ray with Ray Serve: {install_command('ray')}") from None
     if not found.startswith(f"{_RAY}."):
@@ -57,13 +58,12 @@ def connected(address: str | None) -> Iterator[Cluster]:
     """
     need_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray Serve says why a deployment fails. Without this its controller prints every stack trace too.
+    # Without this Ray prints the errors of calls that were given up, with their stack traces.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     import ray
 
-    logging.getLogger("ray._private.authentication").setLevel(
-        logging.ERROR
-    )  # Ray's own token, made where it is missing
+    # Ray makes its own token where it is missing, and warns of that.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
 
     if address not in (None, "auto"):
         _check_answers(str(address))

@@ -49,6 +49,7 @@ def main() -> None:
     try:
         load_arguments, options = sort_arguments(request["given"])
         ray.init(address=request["cluster"], namespace="serve", logging_level=logging.WARNING, log_to_driver=False)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
 
         def replicas(watcher: EngineWatcher) -> ReplicaSet:
             handle = serve.get_deployment_handle(request["deployment"], request["app"])

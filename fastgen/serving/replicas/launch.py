@@ -44,7 +44,10 @@ def run_replicas(given: Mapping[str, Any], *, on_ready: Callable[[Deployment], N
 
         endings = _Endings()
         app = application(given, api_key)
-        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+        # Ray Serve says why a deployment fails. In a cluster of this command its controller would print the stack traces
+        # too.
+        log_level = "CRITICAL" if options.address is None else "WARNING"
+        serve.start(proxy_location="Disabled", logging_config={"log_level": log_level})
         if APP in serve.status().applications:
             raise FastgenError(
                 f"this cluster serves an application named {APP} already; end it first, with `serve delete {APP}`"
