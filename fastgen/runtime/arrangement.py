@@ -48,8 +48,8 @@ def threads_of_rank(options: LoadOptions, device: Device) -> int | None:
 
 
 def device_of_rank(device: Device, options: LoadOptions) -> Device:
-    """Returns the device with the memory that one rank may take: at most ``options.memory`` for all of them, and those
-    of a CPU share its memory.
+    """Returns the device with the memory that one rank may take: at most ``options.memory``, which the ranks of a CPU
+    share, as they share its memory.
     """
     num_bytes = device.memory_bytes
     if options.memory is not None:

@@ -197,7 +197,7 @@ class ServeOptions:
     router: Annotated[
         str,
         Option(
-            "How a replica is chosen: prefix, least_tokens, round_robin or random.",
+            "Router that chooses the replica of a request: prefix, least_tokens, round_robin or random.",
             "prefix takes the replica that holds the most of the prompt's blocks, unless it is much busier than "
             "another.",
             check=Check(f"one of {', '.join(map(repr, ROUTERS))}", lambda value: value in ROUTERS),

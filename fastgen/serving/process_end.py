@@ -1,4 +1,4 @@
-"""How the processes of a server end: quickly, and with the process that started them."""
+"""Ends the processes of a server quickly, and together with the process that started them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def end_process() -> NoReturn:
 
 
 def end_with(parent: int) -> None:
-    """Has the kernel kill this process when its ``parent`` ends, even while it loads or is in a long step.
+    """Lets the kernel kill this process when its ``parent`` ends, even while it loads or is in a long step.
 
-    Other systems than Linux do not have that.
+    Only Linux can do that. On other systems the process merely exits if its parent has ended already.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

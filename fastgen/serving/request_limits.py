@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.refusals import BadRequestError
 
-# The header, by HTTP, or the metadata, by gRPC, in which requests that belong together name their session; and how many
-# characters of it count.
+# The HTTP header, and the gRPC metadata, that names the session of a request; and the most characters of a name.
 SESSION_HEADER, MAX_SESSION_LENGTH = "x-session-id", 512
 # Requests that one call may check without running them.
 MAX_CHECKED = 64

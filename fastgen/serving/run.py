@@ -49,9 +49,9 @@ def run(
     make_engine: Callable[[EngineWatcher], ServedEngine] | None = None,
 ) -> None:
     """Serves the model that ``fastgen.load`` would load with ``arguments``, until SIGTERM or Ctrl-C, or until a client
-    ends the server. ``on_ready`` is called with the deployment once the model is served. ``make_engine`` makes another
-    engine than one process of this machine; the port may then be that of another server of this user, so that one can
-    take the other's place.
+    ends the server. ``on_ready`` is called with the deployment once the model is served. ``make_engine``
+    makes the engine; by default it is one process of this machine. With ``make_engine`` the server may listen at the
+    port of another server of this user, which it then replaces.
 
     The first signal lets running requests finish, the second ends them. Then this process ends, with status 0. Raises
     ``FastgenError`` where the server cannot start, or its engine cannot be restarted.
@@ -114,7 +114,7 @@ async def _run(
                 write_text(STDOUT, announcement(deployment, needs_key=bool(options.api_keys)))
                 on_ready(deployment)
                 await endings.first_or(_failure(service))
-                if make_engine is not None:  # its successor takes the new connections
+                if make_engine is not None:  # a server that replaces this one takes new connections
                     http.stop_listening()
                 _log.info("ending: running requests may take %g s to finish", options.drain_timeout_s)
                 await endings.second_or(service.drain(options.drain_timeout_s))

@@ -44,8 +44,8 @@ class Service:
     """Serves one model.
 
     ``arguments`` are those of ``fastgen.load``; ``model_name`` is the name that clients use. An engine that is silent
-    for ``engine_timeout_s`` seconds is restarted. ``make_engine`` makes another engine than one process of this
-    machine.
+    for ``engine_timeout_s`` seconds is restarted. ``make_engine`` makes the engine; by default it is one
+    process of this machine.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Service:
         """Queues a request. Raises :class:`~fastgen.serving.refusals.RefusedError` if it is refused.
 
         ``arrived_s`` is its arrival by ``time.monotonic``, by default now. ``rules`` say how tokens become text.
-        By ``request_id`` the client finds it in the recording. Requests of one ``session`` go to one replica.
+        ``request_id`` identifies it in the recording. Requests of one ``session`` go to one replica if possible.
         """
         arrived_s = time.monotonic() if arrived_s is None else arrived_s
         admitted = None
@@ -201,8 +201,8 @@ class Service:
         return await self.engine.refusal(prompt_ids, sampling)
 
     async def recording(self, replica: str | None = None) -> RecordingReply:
-        """Returns the flight recording of an engine, by default of the first. Raises ``RefusedError`` if there is
-        none.
+        """Returns the flight recording of a replica's engine, by default of the first. Raises ``RefusedError`` if no
+        engine can answer.
         """
         return await self.engine.ask("recording", RecordingReply, replica=replica)
 

@@ -203,7 +203,7 @@ def _import(entry: Entry) -> ModuleType:
 
 
 def _omit_unread_checks() -> None:
-    """Omits the interpreter's checks for overflow, half of its time: outside of debug mode it drops their result."""
+    """Omits the interpreter's checks for overflow. They take half of its time, and only debug mode uses them."""
     from triton.runtime.interpreter import interpreter_builder
 
     options = interpreter_builder.options

@@ -183,8 +183,8 @@ def _described(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _of_each_element(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """Returns what ``func`` makes if it computes each element by itself, of tensors whose dimensions lie in order; else
-    ``None``. Torch describes such results in Python, a tenth of a millisecond each."""
+    """Returns the result of an elementwise ``func`` on ``meta``; ``None`` for other functions, and for tensors whose
+    dimensions are permuted. Torch describes such results in Python, which takes a tenth of a millisecond each."""
     compares = func in _COMPARISONS
     if kwargs or not (compares or func in _ARITHMETIC):
         return None
@@ -197,7 +197,7 @@ def _of_each_element(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | N
 
 
 def _is_in_order(tensor: Tensor) -> bool:
-    """Returns whether each dimension's stride is at most that of the one before, as of a contiguous tensor's slices."""
+    """Returns whether no stride is larger than the one before it, as in slices of a contiguous tensor."""
     strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
     return all(first >= second for first, second in pairwise(strides))
 

@@ -58,7 +58,7 @@ class Calibration:
     residuals: dict[str, Residuals]
     # Median time between two steps while there was work.
     step_gap_s: float
-    # Median time for which a request that arrives keeps the engine from its steps; 0 where a recording does not say.
+    # Median time for which an arriving request keeps the engine from its steps; 0 if a recording does not contain it.
     arrival_s: float = 0.0
 
     def as_text(self) -> str:
@@ -76,7 +76,7 @@ def calibrate(
     engine: Engine, model: str, *, seconds: float, seed: int = 0, sights: Sequence[Sight] = ()
 ) -> Calibration:
     """Returns the cost of the steps of ``engine``, which has no requests, measured for ``seconds`` seconds. ``sights``
-    are those of the model's layers.
+    are the windows of the model's layers.
 
     :raises InvalidArgumentError: if the time does not suffice for enough steps.
     """
@@ -95,8 +95,9 @@ def calibrate(
 
 
 def calibration_of(recording: Recording, *, from_s: float = 0.0, sights: Sequence[Sight] | None = None) -> Calibration:
-    """Returns the cost of the steps in ``recording`` that began at ``from_s`` or later. ``sights`` are those of the
-    model's layers. By default they are what the recording says of all layers; where these differ, windows do not count.
+    """Returns the cost of the steps in ``recording`` that began at ``from_s`` or later. ``sights`` are the
+    windows of the model's layers. By default they are taken from the recording if it has one window for all layers;
+    else windows are ignored.
 
     :raises InvalidArgumentError: for too few steps.
     """

@@ -2,7 +2,7 @@
 
 A step reads the weights and multiplies its tokens with them, and takes as long as the slower of the two (Williams et
 al., "Roofline: an insightful visual performance model for multicore architectures", 2009). It reads the keys and values
-of its context (layers with a sliding window read at most that), multiplies those of chunks with each other, sums over
+of its context (at most the window, in layers with a sliding one), multiplies those of chunks with each other, sums over
 the devices once a branch, and launches kernels::
 
     seconds = max(weights, products) + all-reduces + kernels + logits + context + attention
@@ -138,11 +138,11 @@ class Roofline:
     attention_rate: float
     kernels_s: float
     host_s: float
-    # How far back the layers read.
+    # The windows of the layers.
     sights: tuple[Sight, ...] = ()
 
     def parts(self, work: StepWork) -> StepParts:
-        """Returns what each part of a step takes, whose work is counted by ``sights``."""
+        """Returns the time of each part of a step. ``work`` must be counted by ``sights``."""
         tokens = work.num_tokens
         reduce_s = 0.0
         if self.link is not None:

@@ -1,4 +1,4 @@
-"""How far back the layers of a model read, for the cost of its steps."""
+"""Finds the windows of the layers of a model, for the cost of its steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ Attention = AttentionSpec | LatentAttentionSpec
 
 
 def sights_of(spec: ModelSpec) -> tuple[Sight, ...]:
-    """Returns the sights of the layers of a model; none where every layer reads all of its context."""
+    """Returns each window that layers of a model have, with their share of its work. It is empty if every layer reads
+    all of its context.
+    """
     windows = list(dict.fromkeys(map(_window, spec.attentions())))
     if windows == [None]:
         return ()

@@ -30,9 +30,9 @@ class RefusedError(RequestFailedError):
 
 
 class EndpointTarget:
-    """The server at ``url``, such as ``http://127.0.0.1:8000``, and there ``endpoint``.
+    """An ``endpoint`` of the server at ``url``, such as ``http://127.0.0.1:8000``.
 
-    ``model`` is the name that the server has for it; by default the first that it lists. ``codec`` is the model's
+    ``model`` is the server's name of the model; by default the first that it lists. ``codec`` is the model's
     tokenizer, for a server that takes or gives no token ids. ``tls`` holds the certificates to trust, where they are
     not the system's. The server's key is taken from the environment.
 

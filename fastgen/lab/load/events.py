@@ -35,7 +35,9 @@ class EventParser:
 
 
 def parse_event(data: bytes) -> dict[str, Any]:
-    """Returns the JSON object of an event. Raises ``RequestFailedError`` if it is none, or an error."""
+    """Returns the JSON object of an event. Raises ``RequestFailedError`` if the data is not
+    a JSON object, or the event is an error.
+    """
     try:
         event = json.loads(data)
     except ValueError:
@@ -48,6 +50,6 @@ def parse_event(data: bytes) -> dict[str, Any]:
 
 
 def message_of(error: Any) -> str:
-    """Returns the text of OpenAI's ``error`` object, or of what stands in its place."""
+    """Returns the text of OpenAI's ``error`` object, or of any other value in its place."""
     message = error.get("message") if isinstance(error, dict) else error
     return str(message)

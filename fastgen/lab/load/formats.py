@@ -1,9 +1,10 @@
-"""Bodies of requests to endpoints, and what their streams say: OpenAI's completions and chat completions, and
+"""Builds bodies of requests to endpoints and reads their streams: OpenAI's completions and chat completions, and
 fastgen's ``/generate``.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, Protocol, Self
@@ -43,18 +44,21 @@ class Format(Protocol):
 
 
 @dataclass(frozen=True)
-class Streamed:
-    """What OpenAI's two endpoints share: the fields that make answers exact (``ignore_eos``, temperature 0, counts of
-    tokens), and how tokens are counted. What OpenAI's own service lacks, vLLM's server and others have.
+class Streamed(ABC):
+    """The base of OpenAI's two endpoints: the common fields of their bodies, and the counting of tokens.
 
-    Tokens are counted by the usage that each chunk reports (``continuous_usage_stats``), or by its ``token_ids``.
-    Where a server has neither, a chunk with text counts as a token, as in ``vllm bench``. In any case the usage of the
-    last chunk says how many tokens the answer has: those beyond the chunks get the time of the last one.
+    The fields ``ignore_eos``, ``return_token_ids`` and ``continuous_usage_stats`` are extensions that vLLM's server and
+    others have, and OpenAI's own service does not. Answers have the planned length only where ``ignore_eos`` works.
+
+    Tokens are counted by the usage that each chunk reports (``continuous_usage_stats``), or by its ``token_ids``. If a
+    server sends neither, a chunk with text counts as a token, as in ``vllm bench``. In each case the usage in the last
+    chunk gives the length of the answer. Tokens that were not counted until then get the time of the last one.
     """
 
     # Makes texts for a server that takes no token ids; ``None`` where prompts cannot be texts.
     codec: Codec | None = None
-    # What is asked for to count tokens by: what vLLM has, what fastgen has, what OpenAI has.
+    # What a body asks for, to count tokens: ids and usage of each chunk (vLLM has both), usage (fastgen), or nothing
+    # (OpenAI).
     asks_for: Literal["token ids", "usage", "nothing"] = "token ids"
 
     def body(self, model: str, request: PlannedRequest) -> dict[str, Any]:
@@ -98,13 +102,13 @@ class Streamed:
             return None
         return replace(self, asks_for="usage" if self.asks_for == "token ids" else "nothing")
 
+    @abstractmethod
     def _prompt(self, request: PlannedRequest) -> dict[str, Any]:
         """Returns the fields of a body that hold the prompt."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _texts(self, choice: dict[str, Any]) -> tuple[str, str]:
         """Returns the text that a chunk adds to the answer, and other text of the model, such as its reasoning."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -133,10 +137,10 @@ class Completions(Streamed):
 
 @dataclass(frozen=True)
 class ChatCompletions(Streamed):
-    """OpenAI's ``/v1/chat/completions``. A prompt is one message of the user. In a conversation each turn is one, with
-    the answers between as messages of the assistant.
+    """OpenAI's ``/v1/chat/completions``. A prompt is one message of the user. In a conversation each turn is such a
+    message, and the answers between them are messages of the assistant.
 
-    The server's chat template adds tokens of its own. Records have the server's count of the prompt.
+    The server's chat template adds tokens to a prompt. Records contain the length that the server reports.
     """
 
     def facts(self) -> dict[str, Any]:

@@ -24,13 +24,13 @@ _COUNTS: Final = (1, 2, 4, 8, 16)
 _SEEDS: Final = (0, 1, 2, 3, 4)
 # Requests a second in the paper, by replicas.
 _PAPER: Final = {1: 1.46, 16: 23.7}
-# Good requests by the paper's rule at 4 tokens/s.
+# Requests a second that are good by the paper's rule at 4 tokens/s.
 _GOODPUT: Final = "effective_throughput_4"
 
 
 def run(setting: Setting) -> dict[str, Any]:
-    """Returns the figures of 1 to 16 replicas with as many clients and requests each: all with the first seed, and the
-    goodput of the fewest and the most replicas with every seed.
+    """Returns the figures of 1 to 16 replicas, with equal numbers of clients and requests for each replica. All are run
+    with the first seed; the fewest and the most replicas, at their best numbers of clients, with every seed.
     """
     counts, clients, requests, seeds = (
         ((1, 2), (2, 4), 16, (0, 1)) if setting.small else (_COUNTS, _CLIENTS_EACH, _REQUESTS_EACH, _SEEDS)
@@ -65,7 +65,7 @@ def run(setting: Setting) -> dict[str, Any]:
 
 
 def ratios(result: Result) -> list[float]:
-    """Returns for each seed how many times the goodput of the fewest replicas the most ones have."""
+    """Returns the goodput of the most replicas divided by that of the fewest, for each seed."""
     fewest, most = result["goodput"]["by_replicas"].values()
     return [high / low for low, high in zip(fewest, most, strict=True)]
 
@@ -115,8 +115,8 @@ def section(result: Result) -> str:
         f"[{low:.2f}, {high:.2f}] times the goodput of one at the same limits (mean over {len(found)} seeds with its "
         f"95 % interval; {', '.join(f'{each:.2f}' for each in found)}). One replica must take the lengths that "
         "come; of several, the least busy takes the next request, so a little more than the number of replicas is "
-        "gained. Replicas share nothing but the balancer, which takes no time in the simulation. What it takes in "
-        "truth is in [routing.md](routing.md)."
+        "gained. Replicas share nothing but the balancer, which takes no time in the simulation. "
+        "[routing.md](routing.md) has its measured time."
     )
     return f"{intro}\n\n{table(headings, rows)}\n\n{account}"
 
@@ -136,7 +136,7 @@ def pictures(result: Result) -> dict[str, Figure]:
 
 
 def _best(points: Sequence[Mapping[str, Any]], count: int) -> Mapping[str, Any]:
-    """Returns the point with the highest goodput of so many replicas."""
+    """Returns the point with the highest goodput among those with ``count`` replicas."""
     return max((each for each in points if each["replicas"] == count), key=lambda each: value(each, _GOODPUT))
 
 

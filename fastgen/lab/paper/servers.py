@@ -64,7 +64,7 @@ class Server:
 
 
 def planned(workload: Workload, seed: int = 0) -> list[PlannedRequest]:
-    """Returns the requests of a workload for a simulated server. Unless told otherwise, all runs have the same."""
+    """Returns the requests of a workload for a simulated server. With the default seed all runs get equal requests."""
     return workload.requests(vocab_size=32_000, seed=seed)
 
 

@@ -94,7 +94,7 @@ def _window_line(question: Question, num_context: int) -> str:
         for window in sorted(set(windows))
     )
     return (
-        f"its context: layers with a sliding window read at most that, {found}; so of "
+        f"its context: layers with a sliding window read at most the window, {found}; so of "
         f"{question.shape.mean_context:,.0f} tokens on average {num_context:,} are read"
     )
 

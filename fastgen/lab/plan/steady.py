@@ -52,14 +52,14 @@ class Steady:
 
 
 def decode_work_of(shape: Shape, num_decodes: float, sights: Sequence[Sight] = ()) -> StepWork:
-    """Returns the mean work of a step that decodes and does nothing else, on layers with these ``sights``."""
+    """Returns the mean work of a step that only decodes, on layers with these ``sights``."""
     count = max(1, round(num_decodes))
     return StepWork(count, round(count * _mean_context(shape, sights)), 0, count)
 
 
 def mixed_work_of(shape: Shape, num_decodes: float, num_prompt_tokens: float, sights: Sequence[Sight] = ()) -> StepWork:
-    """Returns the mean work of a step with so many prompt tokens beside the decodes; these are half way through their
-    prompts on average."""
+    """Returns the mean work of a step with ``num_decodes`` decodes and a chunk of ``num_prompt_tokens``. The chunk lies
+    half way through its prompt on average."""
     decodes, tokens = round(num_decodes), max(1, round(num_prompt_tokens))
     read, pairs = shape.prompt / 2 + tokens / 2, tokens * shape.prompt / 2
     if sights:
@@ -79,7 +79,7 @@ def _mean_context(shape: Shape, sights: Sequence[Sight]) -> float:
 
 
 def _mean_seen(first: float, last: float, window: int | None) -> float:
-    """Returns the mean of what a token sees whose context grows evenly from ``first`` to ``last`` tokens."""
+    """Returns the mean number of positions that a token reads while its context grows from ``first`` to ``last``."""
     if window is None or window >= last:
         return (first + last) / 2
     if window <= first:

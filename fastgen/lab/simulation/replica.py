@@ -18,7 +18,7 @@ from fastgen.runtime.step_cost.cost import StepCost
 class Replica:
     """Answers requests in virtual time. ``on_end`` is called with each answer that is complete.
 
-    With ``records_flight`` the engine's recorder and counters are on, which takes two to five times as long; answers
+    With ``records_flight`` the engine's recorder and counters are on, which takes two to four times as long; answers
     and their times are the same.
     """
 

@@ -39,15 +39,15 @@ def simulate(
     seed: int = 0,
     workload: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Returns what ``requests`` would see: in an open loop, where each has its ``due_s``, or with ``num_clients`` in a
-    closed one, whose clients begin U(0, ``num_clients``) times ``stagger_s`` late.
+    """Returns a simulated run of ``requests``. It is an open loop, in which each request is sent at its ``due_s``, or
+    with ``num_clients`` a closed one, in which each client begins U(0, ``num_clients``) times ``stagger_s`` late.
 
     Each of ``num_replicas`` servers has these ``settings`` and this ``cost`` of a step. ``router`` chooses among them:
-    a name of :data:`~fastgen.runtime.routing.registry.ROUTERS`, or a router that has seen no request. Choosing takes
-    no time. ``workload`` are the facts of the workload for the header.
+    a name of :data:`~fastgen.runtime.routing.registry.ROUTERS`, or a router without any requests yet. Choosing takes
+    no time. ``workload`` holds the facts of the workload for the header.
 
-    :raises InvalidArgumentError: for arguments that cannot work. A request that the server would refuse is no error;
-        its record says so.
+    :raises InvalidArgumentError: for arguments that cannot work. A request that the server would refuse raises nothing;
+        its record contains the refusal.
     """
     return Simulation(
         requests,
@@ -151,7 +151,7 @@ class Simulation:
         return make_router(name, block_size=settings.block_size, num_blocks=settings.num_blocks, seed=seed)
 
     def _routed(self, request: PlannedRequest, prompt_ids: list[int]) -> RoutedRequest:
-        """Returns what the router sees of a request. Hashes are of use only where replicas differ in what they hold."""
+        """Returns ``request`` for the router. It has hashes only if replicas can differ in what they hold."""
         differ = self._settings.prefix_caching and len(self.replicas) > 1
         hashes = block_hashes(prompt_ids, self._settings.block_size) if differ else ()
         return RoutedRequest(len(prompt_ids), request.num_new_tokens, hashes, request.session)

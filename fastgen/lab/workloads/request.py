@@ -28,7 +28,7 @@ class PlannedRequest:
     # beforehand. :class:`~fastgen.lab.workloads.sessions.Conversations` puts the prompt together.
     continues: bool = False
     # Where in the whole prompt each message before the last one ends: a prompt, its answer, the next prompt, and so on.
-    # It is known when the prompt was put together.
+    # It is set when the prompt is put together.
     message_ends: tuple[int, ...] = ()
 
 

@@ -22,7 +22,7 @@ class Conversations:
 
     def __init__(self) -> None:
         self._said: dict[str, list[int]] = {}
-        # Where each message of it ends.
+        # Where each message of a session ends.
         self._ends: dict[str, tuple[int, ...]] = {}
 
     def prompt(self, request: PlannedRequest) -> list[int]:

@@ -62,8 +62,8 @@ class ExpectedTimes:
 
 
 def measured_steps(recording: Recording, sights: SequenceOf[Sight] = ()) -> Iterator[tuple[Step, MeasuredStep]]:
-    """Yields each step that completed, with its work on layers with these ``sights`` and the time that it took: since
-    it began, or since the one before ended if that was later.
+    """Yields each step that completed, with its work on layers with these ``sights`` and its time. That begins with
+    the step, or at the end of the step before if that was later.
     """
     last_end_s, before = -math.inf, None
     for step in recording.steps:

@@ -103,10 +103,6 @@ class BlockPool:
         """
         if num_blocks > self.num_free:
             return None
-        if num_blocks == 1 and self._free:  # the next block of a decode: the most frequent case
-            block_id = self._free.pop()
-            self._references[block_id] = 1
-            return [block_id]
         for _ in range(num_blocks - len(self._free)):
             self._evict()
         first, references = len(self._free) - num_blocks, self._references

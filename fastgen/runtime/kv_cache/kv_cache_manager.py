@@ -171,9 +171,6 @@ class KVCacheManager:
             return Allocation([], [])
         if not seq.block_tables:
             seq.block_tables = [[] for _ in self.windows]
-        if len(block_ids) == 1 and not shared:  # a decode's next block in the only group: the most frequent case
-            seq.block_tables[0].append(block_ids[0])
-            return Allocation([TableEntry(0, num_held, block_ids[0])], [])
         unused, indices = iter(block_ids), range(num_held, end)
         appended: list[TableEntry] = []
         for group, table in enumerate(seq.block_tables):

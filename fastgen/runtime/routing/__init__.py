@@ -1,4 +1,4 @@
-"""Which replica of a server gets a request. Plain Python, used by the simulator and by the server's load balancer."""
+"""Chooses the replica of a server that gets a request. The simulator and the server's load balancer share this code."""
 
 from fastgen.runtime.routing.block_hashes import block_hashes
 from fastgen.runtime.routing.registry import ROUTERS, make_router

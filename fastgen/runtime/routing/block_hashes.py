@@ -1,4 +1,4 @@
-"""Hashes of a prompt's full blocks, by which a router recognises what a replica has computed before."""
+"""Hashes of a prompt's full blocks. A router compares them to find replicas that have computed the same prefix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Final
 
-# Blocks of a prompt that are hashed. A prompt that is longer is recognised by its beginning.
+# Most blocks of a prompt that are hashed. What follows them does not influence routing.
 MAX_HASHED_BLOCKS: Final = 2048
 _HASH_BYTES: Final = 8
 
@@ -16,7 +16,7 @@ _HASH_BYTES: Final = 8
 def block_hashes(prompt_ids: Sequence[int], block_size: int) -> tuple[int, ...]:
     """Returns a hash of 64 bits for each of the first full blocks of a prompt, at most :data:`MAX_HASHED_BLOCKS`.
 
-    The hash of a block is that of all tokens up to its end (BLAKE2b), so equal hashes mean equal prefixes. It is the
+    The hash of a block covers all tokens up to its end (BLAKE2b), so equal hashes mean equal prefixes. Hashes are the
     same in every process. Token ids lie in [0, 2³²).
     """
     num_blocks = min(len(prompt_ids) // block_size, MAX_HASHED_BLOCKS)

@@ -1,4 +1,4 @@
-"""What a replica holds of prompts, as far as a router can know."""
+"""Records the blocks that a replica probably holds, from the prompts that it was sent."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from typing import Final
 
 from fastgen.runtime.routing.router import RoutedRequest
 
-# Blocks of a replica that a router knows, if it is not told how many the replica has.
+# Blocks that a router remembers of a replica if the size of its KV cache is not given.
 KNOWN_BLOCKS: Final = 16_384
 
 
 class KnownBlocks:
-    """The blocks of prompts that a replica was sent last, at most ``most`` of ``block_size`` tokens.
+    """Holds the hashes of the blocks of prompts that a replica was sent last: at most ``most`` blocks, of
+    ``block_size`` tokens each.
 
-    A replica evicts what it used longest ago, so the router forgets in the same order, in two generations: hashes are
-    noted in the newer one, and when it is full, it becomes the older one, which is dropped. So between half of ``most``
-    and all of them are known. The hashes of a prompt are noted together, and a prefix is never forgotten before what
-    continues it; so how many blocks of a prompt are known is found by bisection.
+    A replica evicts the blocks that it used longest ago. The router forgets in the same order, by two generations:
+    new hashes go to the newer one. When that is full, the older one is dropped, and the newer one takes its place. So
+    between half of ``most`` and all of them are held, once that many were sent.
+
+    The hashes of a prompt are noted together, so a block is never forgotten before the blocks that follow it in a
+    prompt. The number of blocks of a prompt that are held is therefore found by bisection.
     """
 
     __slots__ = ("_newer", "_older", "block_size", "most")
@@ -42,8 +45,8 @@ class KnownBlocks:
         self._newer.tokens_at_end[hashes[-1]] = request.num_prompt_tokens + request.num_new_tokens
 
     def num_blocks(self, request: RoutedRequest, guess: int = 0) -> int:
-        """Returns how many full blocks of a prompt are known, from its beginning. It is found fastest if it is
-        ``guess``.
+        """Returns how many full blocks of a prompt are held, counted from its beginning. The search is fastest if
+        ``guess`` is the result.
         """
         hashes, newer, older = request.block_hashes, self._newer.hashes, self._older.hashes
         if guess and hashes[guess - 1] not in newer and hashes[guess - 1] not in older:
@@ -55,8 +58,8 @@ class KnownBlocks:
         return bisect_left(hashes, True, first, end, key=lambda each: each not in newer and each not in older)
 
     def num_tokens(self, request: RoutedRequest, num_blocks: int) -> int:
-        """Returns how many tokens of a prompt are held where ``num_blocks`` are known. If an earlier prompt ended
-        there, the rest is taken to begin with the answer to it.
+        """Returns how many tokens of a prompt are held if its first ``num_blocks`` blocks are. If an earlier prompt
+        ended there, this one is assumed to continue with the answer to it.
         """
         if not num_blocks:
             return 0

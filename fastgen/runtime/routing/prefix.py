@@ -1,4 +1,4 @@
-"""The router that sends a prompt where its beginning has been computed before, as long as that replica is not busy."""
+"""A router that sends a prompt to the replica that has computed its beginning before, unless that one is too busy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fastgen.runtime.routing.router import CountingRouter, RoutedRequest
 
 # Sessions whose replica is remembered.
 MAX_SESSIONS: Final = 65_536
-# How much busier a replica that holds a whole prompt may be than the least busy one, and how many tokens more for each
-# token that it holds. A smaller margin moves conversations too often: each move computes a prompt again, which makes
-# replicas busier still.
+# A replica that holds a whole prompt comes first as long as it has at most BUSY_RATIO times the outstanding tokens of
+# the least busy one, plus MARGIN for each token of the prompt. Smaller values move conversations too often: each move
+# computes a prompt again, which makes replicas busier still.
 BUSY_RATIO: Final = 2
 MARGIN: Final = 4
 
@@ -21,22 +21,24 @@ MARGIN: Final = 4
 class PrefixAffinity(CountingRouter):
     """Takes the replica that holds the most of the prompt, unless it is too busy for that.
 
-    A replica holds the full blocks that it was sent before. That of the request's session holds all that the session
-    has said, the last answer included. Outstanding tokens are those that a replica has yet to compute: what it holds
-    does not count. Replicas are ranked by their outstanding tokens less a margin, the least first. For a replica that
-    holds ``h`` of a prompt's ``p`` tokens the margin is ``4 h + least h / p``, where ``least`` are the outstanding
-    tokens of the least busy one. So one that holds the whole prompt comes first, unless it is more than twice as busy
-    as the least busy one and 4 tokens for each of the prompt; and where nothing is known, the least busy one does.
+    A replica is assumed to hold the full blocks of the prompts that it was sent. The replica of the request's session
+    is assumed to hold the whole session, the last answer included. Outstanding tokens are those that a replica has yet
+    to compute, so tokens that it holds do not count.
 
-    :param block_size: tokens of a block, those of the hashes.
-    :param known_blocks: blocks of each replica that are remembered, those used last; best as many as it has.
+    Replicas are ranked by their outstanding tokens minus a margin, lowest first. For a replica that holds ``h`` of a
+    prompt's ``p`` tokens the margin is ``4 h + least h / p``, where ``least`` is the number of outstanding tokens of
+    the least busy replica. So a replica that holds the whole prompt comes first unless it has more than ``2 least + 4
+    p`` outstanding tokens. If no replica holds any of the prompt, the least busy one comes first.
+
+    :param block_size: tokens of a block, as in the hashes of requests.
+    :param known_blocks: most blocks that are remembered of each replica; best the number of blocks that it has.
     """
 
     def __init__(self, *, block_size: int, known_blocks: int = KNOWN_BLOCKS) -> None:
         super().__init__()
         self.block_size, self.known_blocks = block_size, known_blocks
         self._known: dict[str, KnownBlocks] = {}
-        # The replica of each session and how many tokens it holds of it, the session used last at the end.
+        # For each session its replica, and how many of its tokens that holds. The session used last comes last.
         self._sessions: OrderedDict[str, tuple[str, int]] = OrderedDict()
 
     def _rank(self, request: RoutedRequest, replicas: Sequence[str]) -> list[str]:
@@ -48,7 +50,7 @@ class PrefixAffinity(CountingRouter):
         for replica in busyness:
             known = self._known.get(replica)
             if known is not None:
-                num_blocks = known.num_blocks(request, num_blocks)  # mostly as many as of the replica before
+                num_blocks = known.num_blocks(request, num_blocks)  # the guess: replicas mostly hold equally many
                 if num_blocks:
                     busyness[replica] -= known.num_tokens(request, num_blocks) * margin
         if own in busyness:

@@ -11,7 +11,7 @@ from fastgen.runtime.routing.prefix import PrefixAffinity
 from fastgen.runtime.routing.router import Router
 from fastgen.runtime.routing.routers import LeastTokens, RandomOrder, RoundRobin
 
-# Makes a router from the tokens of a block, the blocks of a replica, and the seed of what is drawn.
+# Makes a router from the tokens of a block, the blocks of a replica, and the seed of random choices.
 _Maker = Callable[[int, int, int], Router]
 
 ROUTERS: Final[dict[str, _Maker]] = {
@@ -25,9 +25,9 @@ ROUTERS: Final[dict[str, _Maker]] = {
 def make_router(name: str, *, block_size: int, num_blocks: int = KNOWN_BLOCKS, seed: int = 0) -> Router:
     """Returns a new router of this kind.
 
-    :param block_size: tokens of a block, those of the requests' hashes.
+    :param block_size: tokens of a block, as in the hashes of requests.
     :param num_blocks: blocks of a replica's KV cache.
-    :param seed: of what is drawn.
+    :param seed: seed of random choices.
     :raises InvalidArgumentError: for an unknown name.
     """
     if name not in ROUTERS:

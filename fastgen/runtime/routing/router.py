@@ -1,7 +1,8 @@
-"""What a router knows of a request, what it can be asked, and how it counts the work of replicas."""
+"""The interface of routers, the request that they see, and the counts of outstanding tokens that they share."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock
@@ -10,7 +11,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedRequest:
-    """A request as a router sees it. Two requests are two, however alike they are."""
+    """A request as a router sees it. Requests with equal fields are still different requests."""
 
     num_prompt_tokens: int
     # Most tokens of the answer, all of its sequences together.
@@ -22,10 +23,10 @@ class RoutedRequest:
 
 
 class Router(Protocol):
-    """Chooses among replicas, which it knows by their ids. Any thread may call it."""
+    """Chooses among replicas, which are named by their ids. Its methods may be called from any thread."""
 
     def rank(self, request: RoutedRequest, replicas: Sequence[str]) -> list[str]:
-        """Returns all of ``replicas``, the best one for ``request`` first. Learns nothing."""
+        """Returns all of ``replicas``, the best one for ``request`` first. Changes no count."""
         ...
 
     def sent(self, request: RoutedRequest, replica: str) -> None:
@@ -33,13 +34,13 @@ class Router(Protocol):
         ...
 
     def ended(self, request: RoutedRequest, replica: str) -> None:
-        """Notes that ``request`` is answered, failed or cancelled at ``replica``. Does nothing if it does not count
+        """Notes that ``request`` is answered, failed or cancelled at ``replica``. Does nothing if it is not counted
         there, such as after :meth:`forget`.
         """
         ...
 
     def forget(self, replica: str) -> None:
-        """Drops all that is known of ``replica``, which is gone or begins anew with nothing in its memory."""
+        """Drops everything noted about ``replica``, which is gone or has restarted with an empty KV cache."""
         ...
 
     def outstanding(self, replica: str) -> int:
@@ -49,17 +50,20 @@ class Router(Protocol):
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """The requests that a replica has not answered yet."""
+    """The open requests of a replica."""
 
-    # Tokens of each open request, and of all.
+    # Tokens of each open request, and their sum.
     tokens: dict[RoutedRequest, int] = field(default_factory=dict)
     outstanding: int = 0
-    # Number of the last request that was sent to it, among those of all replicas.
+    # Number of the last request that was sent to it; requests to all replicas are numbered in one order.
     last_sent: int = 0
 
 
-class CountingRouter:
-    """A :class:`Router` that counts the outstanding tokens of each replica; a subclass says which is best."""
+class CountingRouter(ABC):
+    """A :class:`Router` that counts the outstanding tokens of each replica. A subclass ranks the replicas.
+
+    Methods that begin with an underscore are called while the lock is held.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -95,17 +99,18 @@ class CountingRouter:
         with self._lock:
             return self._outstanding(replica)
 
+    @abstractmethod
     def _rank(self, request: RoutedRequest, replicas: Sequence[str]) -> list[str]:
-        raise NotImplementedError
+        """Returns what :meth:`rank` returns."""
 
     def _num_tokens(self, request: RoutedRequest, replica: str) -> int:
-        """Returns the tokens that ``request`` counts at ``replica``."""
+        """Returns the outstanding tokens that ``request`` adds to ``replica``."""
         return request.num_prompt_tokens + request.num_new_tokens
 
-    def _learn(self, request: RoutedRequest, replica: str) -> None:
+    def _learn(self, request: RoutedRequest, replica: str) -> None:  # noqa: B027 (few routers learn)
         """Notes what ``replica`` will hold when it has computed ``request``."""
 
-    def _forget(self, replica: str) -> None:
+    def _forget(self, replica: str) -> None:  # noqa: B027 (as above)
         """Drops what :meth:`_learn` noted of ``replica``."""
 
     def _outstanding(self, replica: str) -> int:
@@ -113,8 +118,8 @@ class CountingRouter:
         return 0 if load is None else load.outstanding
 
     def _busyness(self, replica: str) -> float:
-        """Returns the outstanding tokens, and as a tie-break a fraction below 1 that grows with the time at which the
-        replica was last sent a request.
+        """Returns the outstanding tokens plus a fraction below 1. The fraction breaks ties: it is lowest for the
+        replica that has been sent no request for the longest time.
         """
         load = self._loads.get(replica)
         return 0.0 if load is None else load.outstanding + load.last_sent / (self._num_sent + 1)

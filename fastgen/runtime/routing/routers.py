@@ -1,4 +1,4 @@
-"""The routers that look at load alone: in turn, at random, and by outstanding tokens."""
+"""Routers that ignore what replicas hold: in turn, at random, and by outstanding tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RoundRobin(CountingRouter):
 
 
 class RandomOrder(CountingRouter):
-    """Takes any replica, each as likely as another."""
+    """Takes a random replica; all are equally likely."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -28,8 +28,8 @@ class RandomOrder(CountingRouter):
 
 
 class LeastTokens(CountingRouter):
-    """Takes the replica whose open requests have the fewest tokens, prompts and answers; of equal ones the one that was
-    sent nothing for longest.
+    """Takes the replica whose open requests have the fewest tokens, those of prompts and answers together. Of equal
+    ones it takes the one that has been sent no request for the longest time.
     """
 
     def _rank(self, request: RoutedRequest, replicas: Sequence[str]) -> list[str]:

@@ -27,8 +27,8 @@ from fastgen.runtime.step.input_buffers import HostArrays, InputBuffers
 
 @dataclass(frozen=True)
 class Built:
-    """The data of a step's inputs: the bytes ``packed`` on the host, with ``num_updates`` updates of block tables; and
-    ``places`` and ``blocks`` of the updates for which they have no room."""
+    """The inputs of a step on the host: the bytes ``packed``, which contain ``num_updates`` updates of block tables.
+    Updates that do not fit into them lie in ``places`` and ``blocks``."""
 
     packed: Tensor
     num_updates: int

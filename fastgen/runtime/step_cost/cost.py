@@ -51,7 +51,7 @@ class StepCost:
     recorded: tuple[int, ...] = ()
     # Captured sizes that steps are padded to, ascending; empty where steps are not padded.
     sizes: tuple[int, ...] = ()
-    # How far back the layers read. The work of a step is counted by them; see :func:`.sight.seen_work`. Empty where
+    # The windows of the layers, by which the work of a step must be counted (:func:`.sight.seen_work`). Empty where
     # every layer reads all of its context.
     sights: tuple[Sight, ...] = ()
     # Quantiles, evenly spaced, of measured over expected time. Their mean is 1. Empty where not measured.

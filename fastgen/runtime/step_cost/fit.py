@@ -1,13 +1,14 @@
 """Fits a :class:`~fastgen.runtime.step_cost.cost.StepCost` to measured steps.
 
 The time of the matrices rises with the number of tokens, in a table whose points are the captured sizes that occur.
-Only the fewest tokens may take longer than a few more: on CPUs one row has a kernel of its own, and of a model of 110M
-parameters a step with one token took 23 ms where those with two to six took 18 to 20. With that, each part of a step
-has a coefficient of at least 0, and all are found by least squares of relative errors (Lawson and Hanson, "Solving
-Least Squares Problems", 1974, chapter 23). Errors beyond the usual one count less, by Huber's weights, which are found
-by repeating the fit; so pauses of the machine do not move it. From there a last fit takes the mean in place of the
-usual time, and all is scaled to the sum of the measured times, pauses included, because that is what many steps add up
-to.
+The first point is the exception: it may take longer than the second. On CPUs one row has a kernel of its own, and with
+a model of 110M parameters a step with one token took 23 ms, one with two to six tokens 18 to 20 ms.
+
+Each part of a step has a coefficient of at least 0. The coefficients are found by least squares of relative errors
+(Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23). Large errors count less, by Huber's weights,
+which are found by repeating the fit, so pauses of the machine do not distort it. This gives the usual time of a step.
+A last fit starts from there and finds the mean time. Then all is scaled to the sum of the measured times, pauses
+included, because that is what many steps add up to.
 """
 
 from __future__ import annotations
@@ -76,10 +77,11 @@ def fit_step_cost(
     recorded: SequenceOf[int] = (),
     sights: SequenceOf[Sight] = (),
 ) -> StepCost:
-    """Returns the cost that explains ``steps`` best. ``sizes`` are the captured sizes that steps are padded to, where
-    they are padded; ``recorded`` those of which there are tapes, where they are not. ``sights`` are those by which the
-    work of the steps was counted.
+    """Returns the cost that explains ``steps`` best.
 
+    :param sizes: the captured sizes that steps are padded to; empty if steps are not padded.
+    :param recorded: the sizes that have tapes, if steps are not padded.
+    :param sights: the windows of the layers, by which the work of ``steps`` was counted.
     :raises InvalidArgumentError: for fewer than :data:`LEAST_STEPS` steps.
     """
     measured = [step for step in steps if step.seconds > 0]
@@ -157,7 +159,7 @@ def _rises(tokens: _Matrix, points: list[int]) -> list[_Matrix]:
 
 
 def _fewest(tokens: _Matrix, points: list[int]) -> _Matrix:
-    """Returns for each step how near it is to the first point: 1 there, and 0 from the second on."""
+    """Returns 1 for steps at the first point and 0 from the second point on, with a line between them."""
     return np.clip((points[1] - tokens) / (points[1] - points[0]), 0.0, 1.0) if len(points) > 1 else 0.0 * tokens
 
 

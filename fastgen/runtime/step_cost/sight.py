@@ -1,4 +1,4 @@
-"""What layers with a sliding window read of their context: at most the window."""
+"""Counts what layers with a sliding window read of their context, which is at most the window."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fastgen.runtime.step_cost.work import StepWork, chunk_pairs
 
 
 class Sight(NamedTuple):
-    """The layers whose tokens see equally far back, and their part of the model."""
+    """The layers of a model that have the same window, and their share of its work."""
 
-    # Positions that a token sees, its own included; ``None`` for all.
+    # Positions that a token attends to, its own included; ``None`` for all.
     window: int | None
-    # Their share of the keys and values of a token, and of the arithmetic of attention.
+    # Their share of the bytes of a token's keys and values, and of the arithmetic of attention.
     context_share: float
     pair_share: float
 
@@ -26,7 +26,8 @@ EVERYTHING: SequenceOf[Sight] = ()
 def seen_work(
     work: StepWork, positions: Iterable[int], chunks: SequenceOf[tuple[int, int]], sights: SequenceOf[Sight]
 ) -> StepWork:
-    """Returns ``work``, which is of a step without windows, with what layers of these ``sights`` read of the context.
+    """Returns ``work``, which was counted without windows, with the context and the pairs that layers with these
+    ``sights`` read.
 
     :param positions: the position of each decode.
     :param chunks: the first position and the number of tokens of each chunk.
@@ -40,8 +41,8 @@ def seen_work(
 
 
 def seen_context(start: int, num_tokens: int, sights: SequenceOf[Sight] = EVERYTHING) -> float:
-    """Returns how many tokens those from ``start`` to ``start + num_tokens - 1`` of a sequence read, each counted once:
-    all that the first of them sees, and the others. It is the mean over the layers.
+    """Returns how many positions of a sequence the tokens from ``start`` to ``start + num_tokens - 1`` read, as a mean
+    over the layers. A position that several of these tokens read counts once.
     """
     end = start + num_tokens
     if not sights:
@@ -50,8 +51,8 @@ def seen_context(start: int, num_tokens: int, sights: SequenceOf[Sight] = EVERYT
 
 
 def seen_pairs(start: int, num_tokens: int, sights: SequenceOf[Sight] = EVERYTHING) -> float:
-    """Returns how many tokens those from ``start`` to ``start + num_tokens - 1`` of a sequence read, each its own
-    included, summed over them. It is the mean over the layers.
+    """Returns how many positions each of the tokens from ``start`` to ``start + num_tokens - 1`` of a sequence reads,
+    its own included, summed over these tokens. It is the mean over the layers.
     """
     if not sights:
         return chunk_pairs(start, num_tokens)

@@ -31,7 +31,7 @@ class Admitted:
         self._admission, self._pending = admission, pending
 
     def routed(self, replica: str) -> None:
-        """Reports the replica that it was sent to, which may not be the expected one, or the first."""
+        """Reports that it was sent to ``replica``. It need not be the expected one, and can change after a loss."""
         self._pending = self._admission.routed(self._pending, replica)
 
     def started(self) -> None:
@@ -53,7 +53,7 @@ class _Opened(NamedTuple):
 
 
 class Admission:
-    """Knows the load of each replica's engine, and admits or refuses each request. A server without replicas has one
+    """Tracks the load of each replica's engine, and admits or refuses each request. A server without replicas has one
     engine, named ``""``.
 
     ``on_refused`` is called with the reason for each refusal: ``queued_requests``, ``queued_tokens``,
@@ -65,7 +65,7 @@ class Admission:
     ):
         self.limits = limits
         self._on_refused, self._clock = on_refused, clock
-        # Of each engine.
+        # By replica.
         self._loads: dict[str, Load] = {}
         self._open: dict[Pending, _Opened] = {}
         self._num_logprobs = 0
@@ -84,7 +84,7 @@ class Admission:
         self._loads.pop(replica, None)
 
     def observe(self, metrics: Metrics, replica: str = "") -> None:
-        """Takes the counters of an engine up to now."""
+        """Receives the current counters of an engine."""
         if (load := self._loads.get(replica)) is not None:
             load.observe(metrics, self._clock())
 
@@ -129,7 +129,7 @@ class Admission:
         return Admitted(self, pending)
 
     def routed(self, pending: Pending, replica: str) -> Pending:
-        """See :class:`Admitted`. Returns what stands for the request from now on."""
+        """See :class:`Admitted`. Returns the pending request that later calls must name."""
         opened, load = self._open.get(pending), self._loads.get(replica)
         if opened is None or load is None or load is opened.load:
             return pending

@@ -88,7 +88,7 @@ class HttpTransport:
             query = urlencode({"request": request_id, **left.pop(0)})
             async with self._sent(f"/recording?{query}") as response:
                 found.append((await response.aread(), response.headers["x-request-numbers"].split()))
-            if len(found) == 1:  # which has told what others there are
+            if len(found) == 1:  # the first answer names the other replicas
                 others = response.headers.get("x-request-replicas", "").split()[1:]
                 left = [{"replica": replica} for replica in others]
         return found

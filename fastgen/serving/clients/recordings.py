@@ -11,10 +11,10 @@ from fastgen.serving.extra import need_extra
 
 
 def fetch_recordings(server: str, request_id: str, *, api_key: str | None) -> list[tuple[Recording, list[str]]]:
-    """Returns the recording of each engine of ``server``, an address or the name of a server on this machine, that
-    answered the request ``request_id``, and the numbers in it of the request: one for each of its prompts.
+    """Returns the recording of each engine that answered a prompt of the request ``request_id``, and the numbers that
+    its prompts have in it. ``server`` is an address, or the name of a server on this machine.
 
-    Raises ``FastgenError`` if the server does not answer, does not take the key, or does not know the request.
+    Raises ``FastgenError`` if the server does not answer, refuses the key, or no longer has a record of the request.
     """
     need_extra()
     from fastgen.serving.clients.http import HttpTransport

@@ -79,7 +79,7 @@ class EngineClient:
         return await self.process.start()
 
     async def failed(self) -> str:
-        """Waits until the engine cannot be restarted, and returns why."""
+        """Waits until the engine is given up, since it cannot be restarted, and returns the reason."""
         assert self.process.failure is not None
         return await asyncio.shield(self.process.failure)
 
@@ -127,7 +127,7 @@ class EngineClient:
         return msgspec.msgpack.decode(await self._reply_to(asked), type=str | None)
 
     def replica_views(self) -> list[ReplicaView]:
-        """Returns none: there is one engine."""
+        """Returns an empty list: there is one engine."""
         return []
 
     def place_of(self, number: int) -> tuple[str, int] | None:

@@ -1,4 +1,4 @@
-"""What a service needs of the engine behind it: an engine's process, or several replicas."""
+"""The interface between a service and its engine, which is one process or several replicas."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ReplicaView:
     id: str
     # The host name of its machine.
     host: str
-    # A silent one was not heard for some seconds.
+    # ``silent``: it has sent nothing for some seconds.
     state: Literal["ready", "restarting", "silent"]
-    # Sequences with a slot, and without.
+    # Sequences with a slot, and those that wait for one.
     num_running: int
     num_waiting: int
     # Tokens that the requests sent to it may still cost, as the router counts them.
@@ -32,7 +32,7 @@ class ReplicaView:
 
 
 class ServedEngine(Protocol):
-    """Answers requests. All methods belong to one event loop."""
+    """The engine behind a service. All methods belong to one event loop."""
 
     @property
     def state(self) -> State:
@@ -44,24 +44,24 @@ class ServedEngine(Protocol):
 
     @property
     def status(self) -> Status:
-        """Returns its load, as it was last reported."""
+        """Returns the last reported load."""
 
     @property
     def num_restarts(self) -> int:
-        """Returns how often it was started again."""
+        """Returns how often an engine was restarted."""
 
     @property
     def num_open(self) -> int:
         """Returns the number of requests whose last message has not been taken."""
 
     def replica_views(self) -> list[ReplicaView]:
-        """Returns the state of each replica; none for an engine without."""
+        """Returns the state of each replica; empty for a single engine."""
 
     async def start(self) -> EngineFacts:
         """Waits until the model is loaded. Raises ``FastgenError`` if that fails."""
 
     async def failed(self) -> str:
-        """Waits until it cannot be restarted, and returns why."""
+        """Waits until the engine is given up, since it cannot be restarted, and returns the reason."""
 
     def check_ready(self) -> None:
         """Raises ``UnavailableError`` if requests cannot be accepted now."""
@@ -91,18 +91,18 @@ class ServedEngine(Protocol):
         """
 
     async def refusal(self, prompt_ids: list[int], sampling: SamplingParams) -> str | None:
-        """Returns why such a request would be refused, or ``None``. Raises like :meth:`ask`."""
+        """Returns the reason why such a request would be refused, or ``None``. Raises like :meth:`ask`."""
 
     async def count(self) -> None:
-        """Passes the counters to the watcher, as far as they can be had."""
+        """Passes the counters of each engine that answers to the watcher."""
 
     def place_of(self, number: int) -> tuple[str, int] | None:
-        """Returns the replica that a request went to and its number there, by the number it had first; ``None`` if it
-        is not remembered.
+        """Returns the replica that a request went to, and its number there. ``number`` is the one it had first. Returns
+        ``None`` if the request is not remembered.
         """
 
     def fail_all(self, failure: Exception) -> None:
         """Ends all requests with ``failure``."""
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """Ends it, by force after ``timeout_s``. Its requests fail."""
+        """Ends the engine, by force after ``timeout_s``. Its requests fail."""

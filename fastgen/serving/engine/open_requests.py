@@ -37,13 +37,13 @@ class OpenRequests:
         return self._requests.get(number)
 
     def renumber(self, request: EngineRequest, number: int) -> None:
-        """Has ``request`` begin again under another number."""
+        """Lets ``request`` begin again under another number."""
         del self._requests[request.number]
         request.begin_again(number)
         self.add(request)
 
     def drop(self, request: EngineRequest) -> bool:
-        """Forgets ``request``; returns whether it was known."""
+        """Forgets ``request``. Returns whether it was open."""
         if self._requests.pop(request.number, None) is None:
             return False
         if request.num_open:
@@ -51,7 +51,7 @@ class OpenRequests:
         return True
 
     def take(self, report: Report) -> None:
-        """Hands the news in ``report`` to their requests. News of others are passed over."""
+        """Hands the news in ``report`` to the open requests. News of other requests are ignored."""
         for number in report.started:
             if (request := self._requests.get(number)) is not None:
                 self._start(request)

@@ -21,7 +21,7 @@ class EngineRequest:
         self.has_started = False
         # Completions that have not ended.
         self.num_open = sampling.n
-        # Whether something of its answer was taken, so that it cannot begin again.
+        # Whether any news were taken. If so, it cannot begin again.
         self.was_read = False
         self._news: list[Progress] = []
         self._failure: Exception | None = None
@@ -41,8 +41,8 @@ class EngineRequest:
         return news
 
     def begin_again(self, number: int) -> None:
-        """Forgets the news that were not taken. It is sent again, with another ``number``, by which late news of before
-        are told apart.
+        """Drops the news that were not taken, before the request is sent again under another ``number``. News that
+        still come under the old number are then ignored.
         """
         assert not self.was_read
         self.number, self.has_started, self.num_open = number, False, self.sampling.n
@@ -72,9 +72,7 @@ class EngineRequest:
 
 
 class EngineWatcher(Protocol):
-    """Is notified of the events of engines and of their requests. A server without replicas has one engine, named
-    ``""``.
-    """
+    """Receives the events of engines and of their requests. A server without replicas has one engine, named ``""``."""
 
     def engine_ready(self, facts: EngineFacts, replica: str = "") -> None:
         """An engine is ready and has no requests yet."""
@@ -86,7 +84,7 @@ class EngineWatcher(Protocol):
         """The engine has ended, and all its requests with it."""
 
     def request_routed(self, request: EngineRequest, replica: str) -> None:
-        """The request was sent to this replica. Called again where it is sent to another."""
+        """The request was sent to this replica. Called again if it is sent to another."""
 
     def request_started(self, request: EngineRequest) -> None:
         """The first token of a request came."""

@@ -322,6 +322,6 @@ def _bearer(context: ServicerContext) -> str | None:
 
 
 def _metadata(context: ServicerContext, name: str) -> str | None:
-    """Returns what the call's metadata says under ``name``, if that is text."""
+    """Returns the call's metadata under ``name``; ``None`` if there is none, or if it is not text."""
     given = dict(context.invocation_metadata() or ()).get(name)
     return given if isinstance(given, str) else None

@@ -40,7 +40,7 @@ def create_app(service: Service, options: ServeOptions) -> FastAPI:
 
     @app.get("/-/healthz", include_in_schema=False)
     async def healthz() -> Response:
-        """:func:`ready`, where KubeRay looks for it before it sends clients to the head of a cluster."""
+        """The same as ``/ready``, at the path that KubeRay probes before it sends clients to the head of a cluster."""
         return await ready()
 
     @app.get("/metrics")

@@ -44,7 +44,7 @@ class LiveReplica(msgspec.Struct):
     num_waiting: int
     outstanding_tokens: int
     restarts: int
-    # Of its KV cache; ``None`` where they are not known yet.
+    # Blocks of its KV cache, and those that are held; ``None`` until it has reported them.
     num_blocks: int | None
     num_held_blocks: int | None
 
@@ -59,7 +59,7 @@ class Live(msgspec.Struct, kw_only=True, omit_defaults=True):
     # ``None`` while the model is not loaded.
     has_chat_template: bool | None
     engine: LiveView | None
-    # The replicas, if there are any, and the id of the one that ``engine`` is of.
+    # The replicas, if there are any, and the id of the one that ``engine`` describes.
     replicas: list[LiveReplica] = []
     replica: str | None = None
 
@@ -101,7 +101,7 @@ def live_routes(service: Service) -> APIRouter:
     page, so it is not part of the documented API.
     """
     router = APIRouter(include_in_schema=False)
-    # By the id of the replica; a server without has one engine.
+    # By the id of the replica; ``None`` on a server without replicas.
     queries: dict[str | None, SharedQuery[LiveView | None]] = {}
 
     @router.get("/live")
@@ -120,9 +120,7 @@ def live_routes(service: Service) -> APIRouter:
 
 
 def _shown(views: list[ReplicaView], wanted: str | None) -> str | None:
-    """Returns the replica that is shown: the one that is wanted if there is such a one, else the first that is
-    ready.
-    """
+    """Returns the id of the replica to show: ``wanted`` if it exists, else the first ready one."""
     ids = [view.id for view in sorted(views, key=lambda view: (view.state != "ready", view.id))]
     return wanted if wanted in ids else next(iter(ids), None)
 

@@ -19,14 +19,14 @@ MEDIA_TYPE = "application/jsonl"
 NUMBERS_HEADER = "x-request-numbers"
 # The header with the replicas that answered its prompts.
 REPLICAS_HEADER = "x-request-replicas"
-ReplicaId = Annotated[str | None, Query(max_length=256, description="A replica, of a server that has several")]
+ReplicaId = Annotated[str | None, Query(max_length=256, description="The id of a replica, if the server has several")]
 RequestId = Annotated[str | None, Query(max_length=256, description="The id of a request, or of its answer")]
 
 
 def recording_routes(service: Service) -> APIRouter:
     """Returns the route, for ``service``."""
     router = APIRouter(responses=ERRORS)
-    # Of each replica; a server without has one engine.
+    # By the id of the replica; ``None`` is the first engine.
     queries: dict[str | None, SharedQuery[RecordingReply]] = {}
 
     @router.get(
@@ -35,8 +35,8 @@ def recording_routes(service: Service) -> APIRouter:
         responses={200: {"content": {MEDIA_TYPE: {}}, "description": "The recording, as JSON Lines"}},
     )
     async def recording(request: RequestId = None, replica: ReplicaId = None) -> Response:
-        """Return the decisions of an engine's last steps. The recording holds no text and no token ids. Of several
-        replicas it is the named one's, or the first one's that answered a prompt of the request.
+        """Return the decisions of an engine's last steps. The recording holds no text and no token ids. On a
+        server with replicas it is that of the named one, else of the first one that answered a prompt of the request.
         """
         places = [] if request is None else [*map(service.engine.place_of, service.recent.numbers(request))]
         answered = list(dict.fromkeys(place[0] for place in places if place is not None))

@@ -34,7 +34,7 @@ class HttpServer(uvicorn.Server):
         metrics.connections.set_function(lambda: len(self.server_state.connections))
 
     def stop_listening(self) -> None:
-        """Takes no more connections. Those that are open remain."""
+        """Accepts no more connections. Open ones remain."""
         for server in self.servers:
             server.close()
 
@@ -72,7 +72,7 @@ def _config(app: ASGIApp, options: ServeOptions, metrics: ServerMetrics) -> uvic
 
 
 def listen(options: ServeOptions, *, is_shared: bool = False) -> socket.socket:
-    """Returns a socket at the requested address, which other processes of this user may share if they say so too.
+    """Returns a socket at the requested address. With ``is_shared`` other processes of this user may listen there too.
     Raises ``InvalidArgumentError`` if the address is not available.
     """
     try:

@@ -49,8 +49,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = {"step_seconds": "size", "sequences_finished_total": "reason"}
 # By the field names of :class:`Metrics`.
 HELP = {
-    "requests_running": "Requests of which a sequence has a slot.",
-    "requests_waiting": "Requests in the engine of which none has.",
+    "requests_running": "Requests with a sequence that has a slot.",
+    "requests_waiting": "Requests in the engine without such a sequence.",
     "sequences_running": "Sequences that have a slot.",
     "sequences_waiting": "Sequences that wait for one.",
     "requests_total": "Requests that the engine took.",
@@ -80,8 +80,8 @@ HELP = {
 
 # The engine's gauges that are also given for each replica.
 OF_REPLICAS = {
-    "requests_running": "Requests of the replica of which a sequence has a slot.",
-    "requests_waiting": "Requests in the replica's engine of which none has.",
+    "requests_running": "Requests of the replica with a sequence that has a slot.",
+    "requests_waiting": "Requests of the replica without such a sequence.",
     "kv_blocks": "Blocks of the replica's KV cache.",
     "kv_blocks_held": "Blocks that the replica's sequences hold.",
 }
@@ -133,7 +133,7 @@ class ServerMetrics:
             self._ended = counters(last) if self._ended is None else total(self._ended, counters(last))
 
     def engine(self) -> Metrics | None:
-        """Returns the counters of all engines so far, and the gauges of the running ones together (zero if none
+        """Returns the counters of all engines so far, and the sums of the running ones' gauges (zero if none
         runs).
         """
         known = [*([] if self._ended is None else [self._ended]), *self._latest.values()]
@@ -141,7 +141,7 @@ class ServerMetrics:
 
     @property
     def replicas(self) -> dict[str, Metrics]:
-        """Returns the last counters of each replica; none for a server without."""
+        """Returns the last counters of each replica; empty on a server without replicas."""
         return {replica: metrics for replica, metrics in self._latest.items() if replica}
 
     def answered(self, num_prompt_tokens: int, ttft_s: float, gaps_s: Sequence[float]) -> None:

@@ -23,7 +23,7 @@ class Watch:
         self.admission = Admission(limits, self.metrics.refused)
         self._admitted: dict[EngineRequest, Admitted] = {}
         self._num_generated: dict[EngineRequest, int] = {}
-        # Engines that were ready before.
+        # Replicas whose engine has been ready before.
         self._have_run: set[str] = set()
 
     def submitted(self, request: EngineRequest, admitted: Admitted) -> None:

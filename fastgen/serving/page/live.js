@@ -24,7 +24,7 @@ let wasRefused = false;
 let before = null;
 let view = null;
 let looks = [];
-let replica = null; // the one that is looked at, if it was chosen
+let replica = null; // the id of the chosen replica
 
 async function look() {
   timer = null;

@@ -1,10 +1,10 @@
-// The replicas of the server, of which one is looked at. A server without shows none.
+// The list of the server's replicas, one of which is shown in detail. A server without replicas has no list.
 
 const byId = (id) => document.getElementById(id);
 const numbers = new Intl.NumberFormat("en");
 const short = new Intl.NumberFormat("en", { notation: "compact" });
 
-/** A row for each replica; `shown` is the id of the one that is looked at, and `choose` is called with another's. */
+/** Fills the list. `shown` is the id of the replica shown in detail; `choose` is called with the id that is clicked. */
 export function showReplicas(replicas, shown, choose) {
   byId("replicas-panel").hidden = !replicas.length;
   const numReady = replicas.filter((each) => each.state === "ready").length;

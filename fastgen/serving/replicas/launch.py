@@ -44,7 +44,7 @@ def run_replicas(given: Mapping[str, Any], *, on_ready: Callable[[Deployment], N
 
         endings = _Endings()
         app = application(given, api_key)
-        # Ray Serve says why a deployment fails. In a cluster of this command its controller would print stack traces of it.
+        # Ray Serve says why a deployment fails. Its controller, if it is this command's, would print stack traces too.
         log_level = "CRITICAL" if options.address is None else "WARNING"
         serve.start(proxy_location="Disabled", logging_config={"log_level": log_level})
         if APP in serve.status().applications:

@@ -330,7 +330,7 @@ def request_id_of(request: Request) -> str:
 
 
 def session_of(request: Request) -> str | None:
-    """Returns what ``x-session-id`` says: requests with the same one belong together."""
+    """Returns the session that the header ``x-session-id`` names, or ``None``."""
     return request.headers.get(SESSION_HEADER, "")[:MAX_SESSION_LENGTH] or None
 
 
