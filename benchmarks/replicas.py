@@ -21,9 +21,8 @@ import statistics
 import sys
 import tempfile
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
-
-import ray
 
 import fastgen
 from benchmarks.cpu.calibration import Calibration
@@ -99,7 +98,7 @@ def main() -> None:
     arguments = parser.parse_args()
     machine = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
     about = {"machine": machine, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "fastgen": fastgen.__version__}
-    about |= {"ray": ray.__version__, "commit": commit(), "streams": NUM_STREAMS, "requests": NUM_REQUESTS}
+    about |= {"ray": version("ray"), "commit": commit(), "streams": NUM_STREAMS, "requests": NUM_REQUESTS}
     calibration = Calibration(os.cpu_count() or 1)
     entries: list[Data] = []
     with tempfile.TemporaryDirectory() as directory:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from benchmarks import serving
+from benchmarks import replicas, serving
 from benchmarks.cpu.comparison import FORMATS, against_best, looks_below, models_of
 from benchmarks.cpu.evidence import LEAST_STEADY, Figure, Lack
 from benchmarks.cpu.report import machine
@@ -41,7 +42,7 @@ def render(results: Path = RESULTS) -> str:
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {"range": spread}
+    environment.filters |= {"range": spread, "median": statistics.median}
     template = environment.from_string((ROOT / "tools" / "status.md.j2").read_text())
     return template.render(
         newest=lambda kind: newest(results, kind),
@@ -53,6 +54,8 @@ def render(results: Path = RESULTS) -> str:
         machine=machine,
         http_loss=lambda entry, side: serving.shown(serving.loss(entry, side)),
         first_token_added_ms=serving.first_token_added_ms,
+        replica_loss=lambda entry: serving.shown(replicas.loss(entry["rounds"])),
+        replica_added_ms=lambda entry: replicas.first_token_added_ms(entry["rounds"]),
         least_steady=LEAST_STEADY,
     )
 

@@ -45,8 +45,8 @@ FLAGS = (
 HANG_S = 120.0
 # How long an attack that has begun may go on after the end of its turn; then its clients leave.
 GRACE_S = 5.0
-# Priority of attackers, and of the processes that compute in their place.
-_NICE = 10
+# Priority of attackers, and of the processes that compute in their place: the least. Real ones are other machines.
+_NICE = 19
 # How much shorter turns without attacks are.
 _CONTROL_SHARE = 0.25
 # Most that all processes of the server may take beyond their memory before: 256 MiB of bodies, parsed bodies of four
