@@ -48,7 +48,7 @@ class Replica:
     is_ready: bool = True
     status: Status = field(default_factory=lambda: Status(0, 0, 0))
     num_restarts: int = 0
-    # The number of this server's requests in it.
+    # The number of this server's requests and questions in it.
     num_requests: int = 0
 
 

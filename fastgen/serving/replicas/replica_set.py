@@ -62,7 +62,7 @@ class _Run:
     request: EngineRequest
     # ``None`` until it is sent.
     replica: Replica | None
-    # Is set when it has ended: to ``None``, or to the reason why its replica gives no answer.
+    # Its result once it has ended: ``None``, or why its replica gives no answer.
     outcome: asyncio.Future[str | None]
 
     def end(self, error: str | None) -> None:
@@ -259,6 +259,9 @@ class ReplicaSet:
         for request in self._requests:
             request.fail(failure)
             self.cancel(request)
+        for _, answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(failure)
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """Ends all requests, and receives nothing more. The replicas remain."""
@@ -347,12 +350,16 @@ class ReplicaSet:
         if replica is None:
             raise UnavailableError("this replica is not there now; try again in a moment")
         answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
+        assert self._members is not None
         self._asked[message.number] = replica, answer
+        replica.num_requests += 1
         try:
             replica.link.send(encoder.encode(message))
             return await answer
         finally:
             del self._asked[message.number]
+            replica.num_requests -= 1
+            self._members.left(replica)
 
     def _answer(self, number: int, body: msgspec.Raw, failure: Exception | None = None) -> None:
         _, answer = self._asked.get(number, (None, None))

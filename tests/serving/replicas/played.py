@@ -49,7 +49,7 @@ class PlayedReplica:
         self.cancelled: list[int] = []
         # Whether it does nothing at all, as a suspended process.
         self.is_silent = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     async def attach(self, server: str) -> Attached:
         if self.is_silent:
@@ -61,7 +61,7 @@ class PlayedReplica:
             if self.links.get(server) is link:
                 del self.links[server]
 
-        self.links[server] = link = Link(self._context, to_replica, self._take, lost)
+        self.links[server] = link = Link(self.context, to_replica, self._take, lost)
         return Attached(link.listen("127.0.0.1"), FACTS, f"host of {self.name}", self.version)
 
     def _take(self, message: ToReplica, encoded: bytes) -> None:
@@ -111,6 +111,8 @@ class PlayedHandle:
 
     def __init__(self, *replicas: PlayedReplica):
         self.replicas = {replica.name: replica for replica in replicas}
+        # Those that were ever behind it.
+        self.all = list(replicas)
         # The requests that count at each.
         self.num_requests: Counter[str] = Counter()
         self.killed: list[str] = []
@@ -120,6 +122,7 @@ class PlayedHandle:
 
     def add(self, replica: PlayedReplica) -> None:
         self.replicas[replica.name] = replica
+        self.all.append(replica)
         self._report_replicas()
 
     def remove(self, name: str) -> None:
@@ -195,8 +198,9 @@ async def played_set(
             yield found, handle, noted
         finally:
             await found.stop()
-            for replica in handle.replicas.values():
+            for replica in handle.all:
                 replica.close()
+                replica.context.term()
 
 
 async def until(condition: Callable[[], object]) -> None:

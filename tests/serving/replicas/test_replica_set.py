@@ -319,7 +319,7 @@ def test_sessions_and_prefixes_stay_at_a_replica() -> None:
 def test_questions_go_to_the_replica_that_is_named() -> None:
     async def test() -> None:
         a, b = PlayedReplica("a"), PlayedReplica("b")
-        async with played_set(a, b) as (replicas, _, _noted):
+        async with played_set(a, b) as (replicas, handle, _noted):
             assert await replicas.ask("live", str, replica="b") == "live of b"
             assert await replicas.ask("live", str) == "live of a"
             with pytest.raises(GenerationError, match="cannot be checked"):
@@ -327,9 +327,15 @@ def test_questions_go_to_the_replica_that_is_named() -> None:
             with pytest.raises(UnavailableError, match="this replica is not there"):
                 await replicas.ask("live", str, replica="c")
             waiting = asyncio.create_task(replicas.ask("nothing", str, replica="b"))
-            await asyncio.sleep(0.01)
+            handle.remove("b")  # its link remains while a question is open
+            await until(lambda: list(replicas.replicas) == ["a"])
             b.close()
             with pytest.raises(EngineDiedError, match="replica b ended"):
+                await waiting
+            waiting = asyncio.create_task(replicas.ask("nothing", str, replica="a"))
+            await asyncio.sleep(0.01)
+            await replicas.stop()
+            with pytest.raises(UnavailableError, match="the server is ending"):
                 await waiting
 
     run(test)
