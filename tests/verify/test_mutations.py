@@ -44,11 +44,11 @@ def hunt(tmp_path_factory: pytest.TempPathFactory) -> Hunt:
 
 
 def test_a_sample_is_rejected_at_its_nodes(hunt: Hunt) -> None:
-    drawn = random.Random(SEED).sample(mutants_of(named_recipe("phi")), 12)
+    drawn = random.Random(SEED).sample(mutants_of(named_recipe("phi")), number(12, in_short=8))
     verdicts = {mutant.what: hunt.verdict(mutant) for mutant in drawn}
     judged = [each["verdict"] for each in verdicts.values() if each["verdict"] not in ("equivalent", "apart")]
     assert judged.count("missed") <= 1, (SEED, verdicts)
-    assert judged.count("right") >= 9, (SEED, verdicts)
+    assert judged.count("right") >= 0.75 * len(drawn), (SEED, verdicts)
 
 
 BOTH = "model.layers.residual.both"
@@ -57,10 +57,10 @@ BOTH = "model.layers.residual.both"
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (f"{BOTH}.attention.rotary.theta", 10000),
         (f"{BOTH}.norm.eps", 1e-5),
         (f"{BOTH}.attention.rotary.kind", "interleaved"),
-        ("config.max_positions", "max_position_embeddings | default(2049)"),
+        pytest.param(f"{BOTH}.attention.rotary.theta", 10000, marks=pytest.mark.slow),
+        pytest.param("config.max_positions", "max_position_embeddings | default(2049)", marks=pytest.mark.slow),
     ],
 )
 def test_no_mistake_passes_for_none(hunt: Hunt, path: str, value: str | float) -> None:
