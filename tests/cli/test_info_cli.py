@@ -99,7 +99,7 @@ def test_the_facts_of_a_model_are_those_of_its_checkpoint(run, name) -> None:
 
 
 def test_the_memory_of_an_engine_is_that_of_the_engine(run) -> None:
-    sizes = {"token_budget": 40, "max_num_seqs": 3, "block_size": 8, "max_model_len": 100, "num_threads": 1}
+    sizes = {"token_budget": 40, "max_num_seqs": 3, "block_size": 16, "max_model_len": 100, "num_threads": 1}
     flags = [part for name, value in sizes.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     facts = json.loads(run("info", "tiny-llama", "--json", "--kv-cache-memory", "1MiB", *flags).out)
     printed = facts["ledger"]

@@ -81,6 +81,7 @@ def test_requests_that_overtake_one_whose_format_is_compiled_are_answered_and_ex
     assert [each["new_tokens"] for each in facts] == [3, *range(4, 12)]
 
 
+@pytest.mark.slow  # test_open_paths asks every path without a key
 def test_it_needs_the_key() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTGEN_API_KEY", "secret")

@@ -17,6 +17,7 @@ from fastgen.runtime.kv_cache.block_tables import BlockCopy, max_blocks_held
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request, Sequence
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from tests.fast import cases
 
 Tokens = tuple[int, ...]
 MAX_CHUNK = 9
@@ -358,7 +359,7 @@ class History:
                         assert self.memory[place] == (group, tuple(seq.token_ids[: position + 1]))
 
 
-@pytest.mark.parametrize("seed", range(250))
+@pytest.mark.parametrize("seed", cases(range(250), fast=range(150)))
 def test_random_histories(seed: int) -> None:
     History(seed).run(num_acts=80)
 
