@@ -84,6 +84,7 @@ def test_fastgen_passes(model: Path, greedy: list[list[int]]) -> None:
         assert answer.times == sorted(answer.times)
 
 
+@pytest.mark.slow
 def test_an_engine_in_its_own_process(model: Path, greedy: list[list[int]], tmp_path: Path) -> None:
     with EngineProcess(sys.executable, "transformers", Settings(model, "fp32", 1), tmp_path / "log") as process:
         assert "transformers" in process.about["versions"]

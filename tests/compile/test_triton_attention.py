@@ -72,6 +72,7 @@ def check(cases: list[Case]) -> None:
 
 
 @pytest.mark.kernels
+@pytest.mark.slow  # pairs have each feature
 def test_every_feature() -> None:
     check([case_of(), *(case_of(name) for name in FEATURES)])
 
@@ -108,7 +109,7 @@ def test_feature_pairs() -> None:
     pairs = [pair for pair in itertools.combinations(FEATURES, 2) if compatible(*pair)]
     drawn = Random(4).sample(pairs, 20)
     assert {name for pair in drawn for name in pair} == FEATURES.keys()
-    check([case_of(*pair, rows=MIXED[1:]) for pair in drawn])
+    check([case_of(), *(case_of(*pair, rows=MIXED[1:]) for pair in drawn)])
 
 
 @pytest.mark.kernels

@@ -18,6 +18,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "lab.md").read_text()
 SHORTER = {"--seconds 60": "--seconds 5", "--goodput ttft:500 tpot:15": "--goodput ttft:500 tpot:0.01"}
 
 
+@pytest.mark.slow  # tests/cli runs each of its commands
 def test_the_walk_leads_to_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^\$ (fastgen .*)$", PAGE, re.MULTILINE)

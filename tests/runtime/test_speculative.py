@@ -181,6 +181,7 @@ def test_on_the_reference(directory: Path) -> None:
     assert watched.num_drafts > watched.num_accepted > 20
 
 
+@pytest.mark.slow
 def test_on_interpreted_triton_kernels(tmp_path: Path) -> None:
     """Rows of a drafted sequence share its slot, which is why there are no drafts before ``min_new_tokens``."""
     config = transformers.LlamaConfig(**triton.SIZES)

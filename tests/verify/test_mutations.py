@@ -83,6 +83,7 @@ def test_a_recipe_that_refuses_what_the_reference_refuses_is_set_apart(hunt: Hun
     assert fate(hunt, requiring(f"not ({normed}) or head_dim == hidden_size / num_heads")) == "apart"
 
 
+@pytest.mark.slow
 def test_a_recipe_that_no_longer_ignores_a_tensor_is_missed(hunt: Hunt) -> None:
     assert fate(hunt, {("ignores", "tensors"): None}) == "missed"
 

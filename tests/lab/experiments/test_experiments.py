@@ -149,6 +149,10 @@ def test_startup_times_fresh_processes(tmp_path: Path) -> None:
     facts = found.as_json()
     assert facts["cold_startup_times"] == [found.cold[0]["loaded"]]
     assert facts["avg_warm_startup_time"] == found.warm[0]["loaded"]
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_loaded_is_said_of_its_startup() -> None:
     with pytest.raises(FastgenError, match=r"could not load the model: .*no-such-model"):
         startup({"model": "./no-such-model"}, num_cold=1, num_warm=0)
 
