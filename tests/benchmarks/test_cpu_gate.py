@@ -72,6 +72,7 @@ def test_less_precise_formats_are_allowed_more() -> None:
     assert sorted(MOST_BELOW, reverse=True) == sorted(MOST_BELOW, key=lambda bits: MOST_BELOW[bits])
 
 
+@pytest.mark.slow  # test_same_answer compares the engine with itself and with transformers
 def test_fastgen_passes(model: Path, greedy: list[list[int]]) -> None:
     engine = fastgen_llm.load(Settings(model, "fp32", 1))
     try:

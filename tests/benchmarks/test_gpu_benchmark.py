@@ -57,6 +57,7 @@ def test_kernels_are_gated_and_then_measured(name: str) -> None:
         assert any(key.startswith("fraction_of_") and row[key] > 0 for key in row), row
 
 
+@pytest.mark.slow
 def test_decode_steps_are_told_apart_into_device_host_and_idle() -> None:
     capture, *cases = rows_of("decode")
     assert capture["graphs"] == 3 + 2  # sizes 1, 2, 4 and rows 1, 2

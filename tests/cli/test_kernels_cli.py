@@ -119,6 +119,7 @@ def test_a_bundle_is_for_a_revision_and_passes_over_keys(run, tmp_path: Path) ->
         assert "tiny-llama is built in" in " ".join(revision.err.split())
 
 
+@pytest.mark.slow  # tests/compile/test_bundle.py writes one
 def test_a_bundle_for_a_gpu_that_is_not_here(run, tmp_path: Path) -> None:
     output = tmp_path / "sm_90"
     run("kernels", "build", "tiny-llama", "--target", "sm_90", "--output", str(output))

@@ -90,6 +90,7 @@ def run(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_changed_template_is_one_hunk_with_the_number_of_its_kernels(repository: Path) -> None:
     done = run(repository, "HEAD", "--arch", "sm_90", "--recipe", "llama,opt")
     assert done.returncode == 1, done.stderr

@@ -123,6 +123,7 @@ def test_every_source_of_engine_kernels_and_server_has_mutations_that_a_seed_cho
     assert only == "fastgen/runtime/engine.py"
 
 
+@pytest.mark.slow  # reads every file of the repository
 def test_the_nearest_tests_come_first() -> None:
     nearest = Nearest(ROOT)
     assert "tests/runtime/test_run_ahead.py" in nearest.tests("fastgen/runtime/step/run_ahead.py")[:2]

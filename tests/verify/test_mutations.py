@@ -43,6 +43,7 @@ def hunt(tmp_path_factory: pytest.TempPathFactory) -> Hunt:
     return Hunt(named_recipe("phi"), tmp_path_factory.mktemp("hunt"), number(NUM_CONFIGS, in_short=8))
 
 
+@pytest.mark.slow  # test_verify has mistakes of each kind
 def test_a_sample_is_rejected_at_its_nodes(hunt: Hunt) -> None:
     drawn = random.Random(SEED).sample(mutants_of(named_recipe("phi")), number(12, in_short=8))
     verdicts = {mutant.what: hunt.verdict(mutant) for mutant in drawn}

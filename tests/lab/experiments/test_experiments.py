@@ -139,6 +139,7 @@ def test_policies_that_cannot_be_compared_are_refused(target: EngineTarget) -> N
         policies(other, ["splitfuse", "orca"], measure)
 
 
+@pytest.mark.slow  # three processes that load a model
 def test_startup_times_fresh_processes(tmp_path: Path) -> None:
     found = startup({"model": "tiny-llama", "target": "torch", "num_threads": 1}, num_cold=1, num_warm=1)
     assert (len(found.cold), len(found.warm)) == (1, 1)
