@@ -86,6 +86,7 @@ def test_steps_without_graphs_choose_the_same_tokens() -> None:
     assert answers(eager=True) == answers(eager=False)
 
 
+@pytest.mark.slow
 def test_the_steady_state_counts_what_was_answered() -> None:
     (row,) = rows_of("splitfuse")
     assert row["requests"] >= 1

@@ -162,6 +162,7 @@ def test_a_bundle_does_not_go_where_something_else_lies(run, tmp_path: Path) -> 
     assert [file.name for file in (tmp_path / "letters").iterdir()] == ["dear.txt"]
 
 
+@pytest.mark.slow
 def test_the_report_is_for_a_gpu_that_is_not_here(run) -> None:
     arguments = ("kernels", "report", "tiny-llama", "--target", "sm_90")
     rows = json.loads(run(*arguments, "--json").out)
