@@ -81,6 +81,7 @@ def test_recorded_activations_are_a_reference(checkpoint: tuple[Path, LlamaForCa
         verify(directory, reference=file)
 
 
+@pytest.mark.slow  # a module is one by the same way
 def test_a_class_is_a_reference() -> None:
     """Configurations are drawn also for an architecture that transformers does not know."""
     report = verify("internlm2", reference=InternLM2ForCausalLM, configs=3)
