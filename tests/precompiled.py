@@ -1,7 +1,8 @@
-"""Lets g++ read the header of x86 intrinsics precompiled, since most of a small kernel's build is parsing that header.
+"""Lets g++ read the largest headers precompiled, since most of a small kernel's build is parsing them.
 
-``$CXX`` names a script that begins every source with the header. g++ looks in ``x86.h.gch/`` for one that was
-precompiled with the flags of the build, and reads the header itself if there is none. The binaries are the same bytes.
+``$CXX`` names a script that begins every source with one header that includes them. g++ looks in ``x86.h.gch/`` for one
+that was precompiled with the flags of the build, and reads the header itself if there is none. The binaries are the
+same bytes. It is precompiled for the instruction sets that the fast tests run.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import subprocess
 from pathlib import Path
 
 from fastgen.compile.build.cache import KernelCache
-from fastgen.compile.build.cpp import CppBuilder, find_compiler, runnable_arches
-from fastgen.compile.host import device
+from fastgen.compile.build.cpp import CppBuilder, find_compiler
+from tests.compile.arches import EMULATED, WIDTHS
+
+# The intrinsics of x86 CPUs, and the parts of the C++ library that kernels include.
+HEADERS = ("immintrin.h", "algorithm", "atomic", "cmath", "cstdint", "cstring", "type_traits")
 
 
 def use_precompiled_header() -> None:
@@ -42,12 +46,12 @@ def _precompiled(compiler: str) -> Path:
     with open(directory / "lock", "w") as lock:  # one of several test processes makes them
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not script.exists():
-            header.write_text("#include <immintrin.h>\n", encoding="utf-8")
+            header.write_text("".join(f"#include <{each}>\n" for each in HEADERS), encoding="utf-8")
             script.write_text(
                 f'#!/bin/sh\nexec {shlex.quote(compiler)} -include {shlex.quote(str(header))} "$@"\n', encoding="utf-8"
             )
             script.chmod(0o700)
-        for arch in runnable_arches(device.current("cpu")):
+        for arch in (*WIDTHS, *EMULATED):
             flags = CppBuilder(arch, compiler).flags
             place = precompiled / hashlib.sha256(" ".join(flags).encode()).hexdigest()[:12]
             if not place.exists():

@@ -72,6 +72,7 @@ def test_less_precise_formats_are_allowed_more() -> None:
     assert sorted(MOST_BELOW, reverse=True) == sorted(MOST_BELOW, key=lambda bits: MOST_BELOW[bits])
 
 
+@pytest.mark.slow  # test_same_answer compares the engine with itself and with transformers
 def test_fastgen_passes(model: Path, greedy: list[list[int]]) -> None:
     engine = fastgen_llm.load(Settings(model, "fp32", 1))
     try:
@@ -84,6 +85,7 @@ def test_fastgen_passes(model: Path, greedy: list[list[int]]) -> None:
         assert answer.times == sorted(answer.times)
 
 
+@pytest.mark.slow
 def test_an_engine_in_its_own_process(model: Path, greedy: list[list[int]], tmp_path: Path) -> None:
     with EngineProcess(sys.executable, "transformers", Settings(model, "fp32", 1), tmp_path / "log") as process:
         assert "transformers" in process.about["versions"]

@@ -22,6 +22,7 @@ from benchmarks.gpu.llama import TOY, llama_engine, submit
 from benchmarks.gpu.measuring import Bench, make_bench
 from fastgen.compile.host.device import current
 from fastgen.errors import FastgenError
+from tests.fast import cases
 
 Row = dict[str, Any]
 
@@ -41,7 +42,9 @@ def rows_of(name: str) -> list[Row]:
     return rows
 
 
-@pytest.mark.parametrize("name", ["attention", "elementwise", "linear", "moe", "sampling"])
+@pytest.mark.parametrize(
+    "name", cases(["attention", "elementwise", "linear", "moe", "sampling"], fast=["attention", "moe"])
+)
 def test_kernels_are_gated_and_then_measured(name: str) -> None:
     rows = rows_of(name)
     gates = [row for row in rows if row["case"].startswith("numeric gate")]
@@ -54,6 +57,7 @@ def test_kernels_are_gated_and_then_measured(name: str) -> None:
         assert any(key.startswith("fraction_of_") and row[key] > 0 for key in row), row
 
 
+@pytest.mark.slow
 def test_decode_steps_are_told_apart_into_device_host_and_idle() -> None:
     capture, *cases = rows_of("decode")
     assert capture["graphs"] == 3 + 2  # sizes 1, 2, 4 and rows 1, 2
@@ -66,6 +70,7 @@ def test_decode_steps_are_told_apart_into_device_host_and_idle() -> None:
         assert row["eager_seconds"] > 0
 
 
+@pytest.mark.slow
 def test_steps_without_graphs_choose_the_same_tokens() -> None:
     def answers(*, eager: bool) -> list[list[int]]:
         engine = llama_engine(TOY, current("cpu"), kv_tokens=200, max_num_seqs=2, token_budget=4)
@@ -81,6 +86,7 @@ def test_steps_without_graphs_choose_the_same_tokens() -> None:
     assert answers(eager=True) == answers(eager=False)
 
 
+@pytest.mark.slow
 def test_the_steady_state_counts_what_was_answered() -> None:
     (row,) = rows_of("splitfuse")
     assert row["requests"] >= 1

@@ -49,6 +49,7 @@ def test_times_gaps_and_bytes_are_those_of_one_step() -> None:
     assert step == {"case": "batch 1: step", "seconds": 3.0, "gap_seconds": 1.25, "launches": 2.0, "bytes": 5e9}
 
 
+@pytest.mark.slow
 def test_kernels_of_a_toy_s_step_are_listed() -> None:
     said: list[dict[str, Any]] = []
     assert part.run("profile", toy=True, say=said.append), said

@@ -32,6 +32,7 @@ def test_moved_by_hand() -> None:
     assert measured["same_first"] == 0.5
 
 
+@pytest.mark.slow
 def test_a_model_and_the_page() -> None:
     with quantization.load("tiny-llama", "fp32") as llm:
         found = quantization.perplexity(llm, 1)

@@ -64,6 +64,7 @@ def test_rays_rule_looks_at_queues_only_with_a_threshold() -> None:
         assert router.rank(request(prompt), ["a", "b"])[0] == first
 
 
+@pytest.mark.slow
 def test_a_comparison_runs_at_small_size() -> None:
     pytest.importorskip("ray", reason=RAY)
     small = replace(

@@ -147,6 +147,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert json.loads(summary.read_text())["interrupted"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_anything_was_measured_leaves_no_file(tmp_path: Path) -> None:
     with fake_endpoint(endless_from=0) as fake:
         command = [sys.executable, "-m", "fastgen", "bench", "serve", "--base-url", fake.url, *SMALL]

@@ -99,7 +99,7 @@ def test_the_facts_of_a_model_are_those_of_its_checkpoint(run, name) -> None:
 
 
 def test_the_memory_of_an_engine_is_that_of_the_engine(run) -> None:
-    sizes = {"token_budget": 40, "max_num_seqs": 3, "block_size": 8, "max_model_len": 100, "num_threads": 1}
+    sizes = {"token_budget": 40, "max_num_seqs": 3, "block_size": 16, "max_model_len": 100, "num_threads": 1}
     flags = [part for name, value in sizes.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     facts = json.loads(run("info", "tiny-llama", "--json", "--kv-cache-memory", "1MiB", *flags).out)
     printed = facts["ledger"]
@@ -137,14 +137,19 @@ def test_the_parts_of_ranks(run) -> None:
     assert plan["sums_of_a_step"] == 1 + 2 * layers
     assert model["weights_bytes"] < plan["weights_bytes_of_all"] < 1.01 * model["weights_bytes"]  # norms are whole
     assert plan["kv_bytes_per_token"] == model["kv_bytes_per_token"] // 2
+    out = run("info", "tiny-llama", "--tensor-parallel", "2").out
+    assert "\nmemory of rank 0 of 2\n" in out
+    assert f"\n  a rank has           {plan['a_rank_has'][0]}\n{23 * ' '}{plan['a_rank_has'][1]}\n" in out
+
+
+@pytest.mark.slow  # builds the kernels of a rank
+def test_the_memory_of_ranks_is_that_of_the_engine(run) -> None:
+    facts = json.loads(run("info", "tiny-llama", "--json", "--tensor-parallel", "2", "--token-budget", "40").out)
     with fastgen.load("tiny-llama", tensor_parallel=2, token_budget=40) as llm:
         assert facts["ledger"] == llm.ledger.as_json()
         held = held_bytes(llm._engine)
     rows = {row["name"]: row["size_bytes"] for row in facts["ledger"]["rows"]}
     assert {name: size for name, size in held.items() if size} == {name: rows[name] for name in held if held[name]}
-    out = run("info", "tiny-llama", "--tensor-parallel", "2").out
-    assert "\nmemory of rank 0 of 2\n" in out
-    assert f"\n  a rank has           {plan['a_rank_has'][0]}\n{23 * ' '}{plan['a_rank_has'][1]}\n" in out
 
 
 def test_ranks_that_do_not_divide_the_model_are_refused(run) -> None:

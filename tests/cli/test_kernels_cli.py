@@ -119,6 +119,7 @@ def test_a_bundle_is_for_a_revision_and_passes_over_keys(run, tmp_path: Path) ->
         assert "tiny-llama is built in" in " ".join(revision.err.split())
 
 
+@pytest.mark.slow  # tests/compile/test_bundle.py writes one
 def test_a_bundle_for_a_gpu_that_is_not_here(run, tmp_path: Path) -> None:
     output = tmp_path / "sm_90"
     run("kernels", "build", "tiny-llama", "--target", "sm_90", "--output", str(output))
@@ -161,6 +162,7 @@ def test_a_bundle_does_not_go_where_something_else_lies(run, tmp_path: Path) -> 
     assert [file.name for file in (tmp_path / "letters").iterdir()] == ["dear.txt"]
 
 
+@pytest.mark.slow
 def test_the_report_is_for_a_gpu_that_is_not_here(run) -> None:
     arguments = ("kernels", "report", "tiny-llama", "--target", "sm_90")
     rows = json.loads(run(*arguments, "--json").out)

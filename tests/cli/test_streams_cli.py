@@ -29,12 +29,14 @@ def shell(arguments: str, redirection: str) -> subprocess.CompletedProcess[str]:
         ("recipe list", ">&-", "standard output is closed"),
         ("recipe schema", ">/dev/full", "standard input or output fails: No space left on device"),
         ("--version", ">/dev/full", "standard input or output fails: No space left on device"),
-        ("generate tiny-llama hi --max-new-tokens 2", ">/dev/full", "standard input or output fails: No space left"),
-        pytest.param(
-            "chat tiny-llama --max-new-tokens 2",
-            ">/dev/full",
-            "standard input or output fails: No space left",
-            marks=pytest.mark.slow,
+        *(
+            pytest.param(
+                f"{command} --max-new-tokens 2",
+                ">/dev/full",
+                "standard input or output fails: No space left",
+                marks=pytest.mark.slow,
+            )
+            for command in ("generate tiny-llama hi", "chat tiny-llama")
         ),
     ],
 )

@@ -75,6 +75,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow  # tests/verify/test_reference.py has other modules
 def test_a_function_of_a_file_makes_the_reference(checkpoint: Path, run: Run, tmp_path: Path) -> None:
     reference = f"{checkpoint}/good.py:load"
     right = run("verify", str(checkpoint), "--reference", reference)

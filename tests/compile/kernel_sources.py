@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -94,11 +94,13 @@ def needed(arches: Iterable[str], recipes: Iterable[str] = (), formats: Iterable
                     yield Needed(recipe, arch, weight_format, spec)
 
 
-def digests(target: str) -> str:
-    """The index of a target's kernels: a line for each name and source, with all that needs it."""
+def digests(target: str, arches: Collection[str] = ()) -> str:
+    """The index of a target's kernels: a line for each name and source, with all that needs it. By default they are
+    those of all architectures.
+    """
     users: dict[tuple[str, str], list[Needed]] = defaultdict(list)
     found: dict[KernelSpec, str] = {}
-    for each in needed(ARCHES[target]):
+    for each in needed(arches or ARCHES[target]):
         if each.spec not in found:
             text = source_text(each.spec, render_body(each.spec))
             found[each.spec] = hashlib.sha256(text.encode()).hexdigest()[:12]

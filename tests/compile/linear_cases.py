@@ -28,10 +28,14 @@ FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_dot": torch.bfloa
 ONCE = [
     *((arch, each) for arch in EMULATED for each in TILED),
     *((HERE, each) for each in FORMATS),
-    *((arch, each) for arch in NATIVE[1:] if arch != "avx512" for each in ("fp32", "int8")),
+    # the best set has the lanes and the dots of those between
+    *((arch, each) for arch in NATIVE[1:] if arch not in ("avx512", "avx512vnni") for each in ("fp32", "int8")),
 ]
 # What experts add to a plain layer is the same on every instruction set, so these are enough for the fast tests.
-ROUTED_ONCE = [each for each in ONCE if each[0] in (HERE, *EMULATED)]
+ROUTED_ONCE = [
+    *((arch, "int4") for arch in EMULATED),
+    *((HERE, each) for each in FORMATS if each in ("fp32", "bf16", "int8", "int4")),
+]
 ALL = [(arch, each) for arch in ARCHES for each in formats_of(arch)]
 
 

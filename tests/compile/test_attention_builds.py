@@ -18,6 +18,7 @@ from fastgen.compile.render import render
 from fastgen.compile.spec import KernelSpec
 from tests.compile.attention_cases import SHIPPED, shape_of
 from tests.compile.sass import exponentials_within_products, instructions, loops
+from tests.fast import cases
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +40,15 @@ def check_build(spec: KernelSpec, arch: str, directory: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("arch", "head_dim"), [("sm_80", 128), ("sm_90", 128)])
+@pytest.mark.parametrize(("arch", "head_dim"), cases([("sm_80", 128), ("sm_90", 128)], fast=[("sm_80", 128)]))
 def test_prompts_use_tensor_cores_and_spill_nothing(arch: str, head_dim: int, built: Path) -> None:
     shape = AttentionShape(32, 8, head_dim, 64, "bf16", head_dim**-0.5)
     found = check_build(attention_specs(shape, max_num_seqs=256, arch=arch).chunks, arch, built)
     assert found["matrix_instructions"].get("wgmma" if arch == "sm_90" else "mma", 0) > 0
 
 
-@pytest.mark.parametrize("block_size", [pytest.param(16, marks=pytest.mark.slow), 64])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block_size", cases([16, 64], fast=[64]))
+@pytest.mark.parametrize("head_dim", cases([64, 128], fast=[128]))
 def test_prompts_compute_exponentials_while_the_next_product_runs(head_dim: int, block_size: int, built: Path) -> None:
     """In the loop over tiles that every row sees: behind the first product of the next tile's keys, and before the wait
     for these products. Otherwise a tile's exponentials stand behind the wait."""
@@ -81,11 +82,14 @@ def check_residency(shape: AttentionShape, arch: str, directory: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "arch", "kernel"),
-    [
-        ("small blocks, D 64", "sm_80", "decodes"),
-        ("Gemma 2, small blocks", "sm_80", "decodes"),
-        ("Gemma 2, small blocks", "sm_90", "chunks"),
-    ],
+    cases(
+        [
+            ("small blocks, D 64", "sm_80", "decodes"),
+            ("Gemma 2, small blocks", "sm_80", "decodes"),
+            ("Gemma 2, small blocks", "sm_90", "chunks"),
+        ],
+        fast=[("Gemma 2, small blocks", "sm_90", "chunks")],
+    ),
 )
 def test_keys_gathered_from_small_blocks_spill_nothing(name: str, arch: str, kernel: str, built: Path) -> None:
     check_build(getattr(attention_specs(SHIPPED[name], max_num_seqs=256, arch=arch), kernel), arch, built)

@@ -25,8 +25,10 @@ from fastgen.compile.render import render
 from fastgen.compile.spec import torch_dtype
 from fastgen.compile.weights.packed import ARCHES_WITH_BF16_DOT
 from tests.compile.arches import ARCHES, EMULATED, HERE, WIDTHS, in_each_width
+from tests.fast import cases
 
-SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=32, block_size=16, dtype="fp32", scale=0.2)
+# Kernels hold their scale as a constant; with this one queries that are multiples of 4 make weights powers of 2.
+SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=32, block_size=16, dtype="fp32", scale=math.log(2) / 4)
 FEATURES: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 37},
     "alibi": {"alibi": "plain"},
@@ -50,8 +52,16 @@ NEAR_BLOCKS: dict[str, dict[str, Any]] = {
     "a window of odd blocks in bf16": {"sliding_window": 37, "block_size": 3, "dtype": "bf16"},
     "a window of one": {"sliding_window": 1},
 }
-# What decides how rows are multiplied by bf16 dots.
-DOTTED = (None, "window", "bf16 with tails")
+# Each feature once, beside others that are computed elsewhere: enough for the fast tests.
+TOGETHER = [
+    *((), ("window", "softcap", "odd sizes"), ("alibi", "small blocks"), ("scaled bf16 alibi", "fp16")),
+    *(("values in keys",), ("bf16",), ("bf16 with tails",), ("bf16 in small blocks",)),
+]
+# Those of NEAR_BLOCKS for the fast tests: blocks larger and smaller than tiles, in both dtypes.
+NEAR_ONCE = (
+    *("a window of blocks as large as tiles", "a window of one", "a window in bf16"),
+    "a window of odd blocks in bf16",
+)
 # Of the largest value: a few roundings of the scores.
 TOLERANCE = 1e-5
 # What rounding to bf16 changes a number by at most, relative to it.
@@ -149,15 +159,17 @@ def loaders() -> dict[str, KernelLoader]:
 
 
 @pytest.mark.parametrize(
-    ("arch", "feature"),
+    ("arch", "features"),
     [
-        pytest.param(arch, feature, marks=() if arch in (WIDTHS if feature is None else (HERE,)) else pytest.mark.slow)
+        pytest.param(arch, features, id=f"{arch}-{' and '.join(features)}", marks=marks)
         for arch in ARCHES
-        for feature in (None, *FEATURES)
+        for features in dict.fromkeys([*TOGETHER, *((feature,) for feature in FEATURES)])
+        for is_fast in [features in TOGETHER and arch in ((HERE,) if features else WIDTHS)]
+        for marks in [() if is_fast else pytest.mark.slow]
     ],
 )
-def test_drawn_batches(loaders: dict[str, KernelLoader], arch: str, feature: str | None) -> None:
-    shape = with_features(*([feature] if feature else []))
+def test_drawn_batches(loaders: dict[str, KernelLoader], arch: str, features: tuple[str, ...]) -> None:
+    shape = with_features(*features)
     for seed in range(5):
         batch = Batch(shape, drawn_lengths(random.Random(seed)), seed)
         assert_close(batch, batch.computed(loaders[arch]))
@@ -166,29 +178,34 @@ def test_drawn_batches(loaders: dict[str, KernelLoader], arch: str, feature: str
 @pytest.mark.parametrize(
     ("arch", "feature"),
     [
-        # which keys are read does not depend on the unit that multiplies them
-        pytest.param(arch, feature, marks=() if arch == HERE or feature in DOTTED else pytest.mark.slow)
+        pytest.param(arch, feature, marks=() if is_fast else pytest.mark.slow)
         for arch in ARCHES
         if arch in ARCHES_WITH_BF16_DOT
-        for feature in (*DOTTED, "bf16 in small blocks", *NEAR_BLOCKS)
+        for feature in (None, "window", "bf16 with tails", "bf16 in small blocks", *NEAR_BLOCKS)
+        # which keys are read does not depend on the unit that multiplies them
+        for is_fast in [
+            feature in (None, "bf16 with tails", "a window of odd blocks in bf16")
+            or (arch == HERE and feature in ("window", "bf16 in small blocks"))
+        ]
     ],
 )
 def test_bf16_dots_whose_numbers_need_no_rounding(
     loaders: dict[str, KernelLoader], arch: str, feature: str | None
 ) -> None:
     """Queries and keys are small whole numbers, and weights powers of 2, so what is left is the order of the sums."""
-    shape = replace(with_features("bf16", *([feature] if feature else [])), scale=math.log(2))
+    shape = with_features("bf16", *([feature] if feature else []))
     for seed in range(3):
         batch = Batch(shape, drawn_lengths(random.Random(seed)), seed)
         for numbers in (batch.q, batch.k):
             numbers.copy_(numbers.clamp(-1.5, 1.5).round())
+        batch.q.mul_(4)
         found = batch.computed(loaders[arch])
         assert batch.rounds
         batch.rounds = False
         assert_close(batch, found)
 
 
-@pytest.mark.parametrize("features", NEAR_BLOCKS)
+@pytest.mark.parametrize("features", cases(NEAR_BLOCKS, fast=NEAR_ONCE))
 def test_nothing_is_read_of_what_a_window_left_behind(loaders: dict[str, KernelLoader], features: str) -> None:
     drawn = [drawn_lengths(random.Random(seed)) for seed in range(5)]
     for seed, lengths in enumerate([*drawn, [(1, length) for length in range(38, 54)]]):  # edges at every place
@@ -207,8 +224,9 @@ def test_every_pair_of_features(loaders: dict[str, KernelLoader], arch: str, pai
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "block_size"),
     [
-        *[(71, 1, 64, 16), (4, 4, 80, 1), (8, 1, 96, 32), (3, 3, 128, 256), (2, 1, 256, 16), (1, 1, 1, 16)],
-        *[(64, 8, 32, 16), (12, 12, 16, 16)],  # more heads than are computed together, and many that are
+        *[(71, 1, 64, 16), (4, 4, 80, 1), (1, 1, 1, 16)],
+        (64, 8, 32, 16),  # more heads than are computed together
+        *cases([(8, 1, 96, 32), (3, 3, 128, 256), (2, 1, 256, 16), (12, 12, 16, 16)], fast=()),
     ],
 )
 def test_sizes(
@@ -222,8 +240,12 @@ def test_sizes(
 @pytest.mark.parametrize(
     ("arch", "feature"),
     [
-        *((HERE, feature) for feature in (None, "window", "small blocks", "bf16", *NEAR_BLOCKS)),
+        *((HERE, feature) for feature in (None, "bf16", *NEAR_ONCE)),
         *((arch, feature) for arch in EMULATED for feature in ("bf16", "a window of odd blocks in bf16")),
+        *(
+            pytest.param(HERE, feature, marks=pytest.mark.slow)
+            for feature in ("window", "small blocks", *(each for each in NEAR_BLOCKS if each not in NEAR_ONCE))
+        ),
     ],
 )
 def test_a_sequence_gets_the_same_bits_in_any_batch_chunking_and_number_of_threads(
@@ -254,11 +276,18 @@ def test_a_sequence_gets_the_same_bits_in_any_batch_chunking_and_number_of_threa
         assert torch.equal(together.computed(loader, 2)[mine], whole), seed
 
 
-@pytest.mark.parametrize(("arch", "dtype"), [(HERE, "fp32"), (HERE, "bf16"), *((arch, "bf16") for arch in EMULATED)])
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [
+        (HERE, "fp32"),
+        pytest.param(HERE, "bf16", marks=pytest.mark.slow if EMULATED else ()),
+        *((arch, "bf16") for arch in EMULATED),
+    ],
+)
 def test_how_the_heads_and_keys_of_decodes_are_shared_out_shows_nowhere(
     loaders: dict[str, KernelLoader], arch: str, dtype: str
 ) -> None:
-    shape = AttentionShape(24, 8, 32, 16, dtype, scale=0.2)
+    shape = AttentionShape(64, 8, 32, 16, dtype, scale=32**-0.5)
     batch = Batch(shape, [(1, 5000), (1, 17), (1, 900), (2, 1030)], 3)
     found = batch.computed(loaders[arch])
     assert_close(batch, found)

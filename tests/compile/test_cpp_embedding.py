@@ -21,11 +21,12 @@ from tests.compile.arches import in_each_width
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(cpp_arch(device.current("cpu"))) :]
 SIZES = ((1, 1), (5, 3), (33, 32), (70, 37), (131, 96))  # rows and features: within a panel, a group, and across
 CASES = [
-    pytest.param(weight_format, arch, id=f"{weight_format}-{arch}",
-                 marks=[] if arch in (ARCHES[0], "portable") else pytest.mark.slow)
+    pytest.param(weight_format, arch, id=f"{weight_format}-{arch}", marks=[] if is_fast else pytest.mark.slow)
     for arch in ARCHES
     for weight_format in formats_of(arch)
-]  # fmt: skip
+    # each format once, in one of two widths
+    for is_fast in [arch == ("portable" if weight_format in ("fp16", "int8_weight_only") else ARCHES[0])]
+]
 
 
 @pytest.fixture(scope="module")

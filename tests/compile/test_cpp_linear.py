@@ -33,6 +33,7 @@ from tests.compile.linear_cases import (
     pool_as_it_was,
     sanitize,
 )
+from tests.fast import cases
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_the_number_of_streams_does_not_show(pool: ThreadPool, tmp_path: Path) -
         assert torch.equal(out, here.run(x[:num_rows], packed)), num_rows
 
 
-@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("weight_format", cases(FORMATS, fast=("fp32", "bf16_dot", "int8")))
 def test_a_layer_of_many_outputs(pool: ThreadPool, weight_format: WeightFormat) -> None:
     """On one thread there are more outputs for each chunk than the buffer of sums has room for: such as a head's."""
     pool.resize(1)

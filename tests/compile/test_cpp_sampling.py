@@ -31,6 +31,7 @@ from fastgen.compile.ops.sampling.reference import (
     uniforms,
 )
 from tests.compile.arches import in_each_width
+from tests.fast import cases
 
 HERE = cpp_arch(device.current("cpu"))
 # Those whose instructions this machine has.
@@ -230,7 +231,7 @@ def test_every_feature_and_pair(arch: str) -> None:
     check(kernel_for(100, arch, max_rows=len(rows)), random_logits(rng, len(rows), 100), rows)
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 7, 64, 83, 1024, 1025, 5003])
+@pytest.mark.parametrize("vocab_size", cases([1, 2, 7, 64, 83, 1024, 1025, 5003], fast=[1, 7, 83, 1024, 5003]))
 def test_drawn_rows_at_odd_sizes(arch: str, vocab_size: int) -> None:
     rng = Random(f"sizes {vocab_size}")
     kernel = kernel_for(vocab_size, arch)
@@ -346,10 +347,12 @@ def chi_square(observed: Tensor, expected: Tensor) -> tuple[float, float]:
     return statistic, freedom * (1 - 2 / (9 * freedom) + 4.75 * math.sqrt(2 / (9 * freedom))) ** 3
 
 
-@pytest.mark.parametrize("axis", ["position", "seed", "sequence_index"])
+AXES = ("position", "seed", "sequence_index")
+FILTERS = ({"temperature": 0.7}, {"temperature": 2.5}, {"temperature": 1.3, "top_k": 7, "top_p": 0.9, "min_p": 0.2})
+
+
 @pytest.mark.parametrize(
-    "filters",
-    [{"temperature": 0.7}, {"temperature": 2.5}, {"temperature": 1.3, "top_k": 7, "top_p": 0.9, "min_p": 0.2}],
+    ("axis", "filters"), cases(itertools.product(AXES, FILTERS), fast=[*zip(AXES, FILTERS, strict=True)])
 )
 def test_tokens_are_drawn_from_the_softmax_of_those_kept(axis: str, filters: dict[str, Any]) -> None:
     num_draws = 20_000

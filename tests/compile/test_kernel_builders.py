@@ -93,6 +93,7 @@ def test_triton_versions_and_settings_are_part_of_the_key(monkeypatch) -> None:
     assert TritonBuilder("sm_90").versions() != before
 
 
+@pytest.mark.slow
 def test_another_installation_of_the_same_triton_has_entries_of_its_own(tmp_path, monkeypatch) -> None:
     """Its library differs, as between the wheels of two versions of Python."""
     cache = KernelCache(tmp_path)

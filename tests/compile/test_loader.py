@@ -185,6 +185,7 @@ def test_a_kernel_that_does_not_compile(tmp_path, broken, arch, said, capfd) -> 
     assert KernelCache(tmp_path).entries() == []
 
 
+@pytest.mark.slow
 def test_a_reproducer_of_a_kernel_that_is_mended_succeeds(tmp_path, broken) -> None:
     for arch, wrong, mended in (("portable", "nowhere", "0"), ("sm_90", "tl.missing", "0.0")):
         loader = KernelLoader(make_builder(arch), cache=KernelCache(tmp_path))

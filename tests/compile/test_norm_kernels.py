@@ -19,6 +19,7 @@ from fastgen.compile.ops.norm.reference import layer_norm, rms_norm
 from fastgen.compile.spec import KernelSpec, torch_dtype
 from tests.compile.arches import in_each_width
 from tests.compile.norms import norm_kernel, norm_spec
+from tests.fast import cases
 
 SEED = 20
 RUNNABLE = CPP_ARCHES[CPP_ARCHES.index(cpp_arch(current("cpu"))) :]
@@ -125,13 +126,8 @@ def test_a_norm_that_does_not_exist_has_no_kernel(given) -> None:
         norm_spec("cpp", size=64, dtype="fp32", eps=1e-5, **{"kind": "rms"} | given)
 
 
-# The others of their generation stand for these in `make test`.
-SELDOM = ("sm_86", "sm_89")
-
-
-@pytest.mark.parametrize(
-    "arch", [pytest.param(each, marks=[pytest.mark.slow] if each in SELDOM else []) for each in TRITON_ARCHES]
-)
+# One of each vendor stands for the others in `make test`.
+@pytest.mark.parametrize("arch", cases(TRITON_ARCHES, fast=("sm_90", "gfx942")))
 def test_norms_are_built_ahead_of_time_without_spills(cache, arch, capfd) -> None:
     specs = [
         norm_spec("triton", "rms", 4096, "bf16", 1e-5, residual=True),

@@ -72,15 +72,29 @@ def check(cases: list[Case]) -> None:
 
 
 @pytest.mark.kernels
+@pytest.mark.slow  # pairs have each feature
 def test_every_feature() -> None:
     check([case_of(), *(case_of(name) for name in FEATURES)])
 
 
+# Prompts of several tiles that all rows see; of one, and of none. Programs have several tiles, and one.
+IN_TURN: list[tuple[Rows, int]] = [([(40, 33), (0, 70), (15, 1)], 2), ([(16, 9), (0, 16), (3, 12)], 30)]
+
+
+def ahead(name: str, batch: tuple[Rows, int]) -> Case:
+    return replace(case_of(name, rows=batch[0]), chunk=AHEAD, num_sms=batch[1])
+
+
 @pytest.mark.kernels
 def test_every_feature_with_the_next_product_ahead_and_tiles_in_turn() -> None:
-    """Prompts of several tiles that all rows see; of one, and of none. Programs have several tiles, and one."""
-    for rows, num_sms in (([(40, 33), (0, 70), (15, 1)], 2), ([(16, 9), (0, 16), (3, 12)], 30)):
-        check([replace(case_of(name, rows=rows), chunk=AHEAD, num_sms=num_sms) for name in FEATURES])
+    """With one of the batches each. The slow test has both."""
+    check([ahead(*each) for each in zip(FEATURES, itertools.cycle(IN_TURN), strict=False)])
+
+
+@pytest.mark.kernels
+@pytest.mark.slow
+def test_every_feature_and_batch_with_the_next_product_ahead_and_tiles_in_turn() -> None:
+    check([ahead(*each) for each in itertools.product(FEATURES, IN_TURN)])
 
 
 @pytest.mark.gpu
@@ -95,7 +109,7 @@ def test_feature_pairs() -> None:
     pairs = [pair for pair in itertools.combinations(FEATURES, 2) if compatible(*pair)]
     drawn = Random(4).sample(pairs, 20)
     assert {name for pair in drawn for name in pair} == FEATURES.keys()
-    check([case_of(*pair, rows=MIXED[1:]) for pair in drawn])
+    check([case_of(), *(case_of(*pair, rows=MIXED[1:]) for pair in drawn)])
 
 
 @pytest.mark.kernels

@@ -61,6 +61,7 @@ def test_a_sealed_load_compiles_nothing(written: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "triton").exists()
 
 
+@pytest.mark.slow
 def test_a_sealed_load_by_another_installation_of_the_same_triton(written: Path, tmp_path: Path) -> None:
     """Triton's own key holds the bytes of its library, which differ between the wheels of two versions of Python."""
     script = "import triton.runtime.cache\ntriton.runtime.cache.triton_key = lambda: 'another library'\n"

@@ -30,6 +30,7 @@ from fastgen.compile.ops.experts.triton import (
 )
 from fastgen.compile.ops.linear.reference import grouped_linear
 from fastgen.compile.spec import KernelSpec, torch_dtype
+from tests.fast import cases
 
 CPU = torch.device("cpu")
 UNWRITTEN = -77
@@ -369,7 +370,7 @@ def check_builds(arch: str, specs: list[KernelSpec], directory: Path) -> None:
             assert report["matrix_instructions"].get(kind, 0) > 0, spec
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", cases(["sm_80", "sm_90"], fast=["sm_90"]))
 def test_grouped_products_are_built_ahead_of_time(tmp_path: Path, arch: str) -> None:
     tiling = grouped_tiling("bf16", arch, 1000)
     check_builds(arch, [grouped_linear_spec(4096, 4096, "bf16", tiling, top_k=2)], tmp_path)

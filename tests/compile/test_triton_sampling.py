@@ -363,6 +363,7 @@ def test_log_probabilities(loader: KernelLoader, num_top: int) -> None:
 # Builds
 
 
+@pytest.mark.slow
 def test_kernels_are_built_ahead_of_time(tmp_path: Path) -> None:
     check_builds("sm_90", 128256, tmp_path)
 

@@ -189,8 +189,8 @@ def test_layers_with_the_same_window_share_a_kv_group(windows: list[int | None],
     ("kinds", "options"),
     [
         ("sffsf", {"token_budget": 8, "max_num_seqs": 3, "block_size": 4}),
-        ("fsfff", {"token_budget": 9, "max_num_seqs": 4, "block_size": 1}),
-        ("fsssf", {"block_size": 16}),
+        pytest.param("fsfff", {"token_budget": 9, "max_num_seqs": 4, "block_size": 1}, marks=pytest.mark.slow),
+        pytest.param("fsssf", {"block_size": 16}, marks=pytest.mark.slow),
         ("sssss", {"token_budget": 8, "max_num_seqs": 3, "block_size": 4}),
     ],
 )

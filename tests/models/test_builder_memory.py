@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fast import cases
 from tests.models.test_load_memory import LARGEST_BYTES, MIB, write_checkpoint
 
 MEASURE = r"""
@@ -52,7 +53,13 @@ print(json.dumps({"extra_bytes": extra_bytes, "first": first}))
 """
 
 
-@pytest.mark.parametrize(("layout", "dtype"), [("fused", "float32"), ("fused", "bfloat16"), ("transposed", "bfloat16")])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    cases(
+        [("fused", "float32"), ("fused", "bfloat16"), ("transposed", "bfloat16")],
+        fast=[("transposed", "bfloat16")],
+    ),
+)
 def test_loading_needs_about_the_largest_tensor_beyond_the_weights(tmp_path: Path, layout: str, dtype: str) -> None:
     write_checkpoint(tmp_path / "small", "safetensors", 8, MIB)
     first = write_checkpoint(tmp_path / "large", "safetensors", 12, LARGEST_BYTES)

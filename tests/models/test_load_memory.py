@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.fast import cases
+
 MIB = 1 << 20
 LARGEST_BYTES = 24 * MIB
 
@@ -64,7 +66,11 @@ def write_checkpoint(directory: Path, kind: str, num_tensors: int, largest_bytes
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("safetensors", "float32"), ("safetensors", "bfloat16"), ("bin", "float32")]
+    ("kind", "dtype"),
+    cases(
+        [("safetensors", "float32"), ("safetensors", "bfloat16"), ("bin", "float32")],
+        fast=[("safetensors", "bfloat16")],
+    ),
 )
 def test_loading_needs_about_the_largest_tensor_beyond_the_weights(tmp_path: Path, kind: str, dtype: str) -> None:
     write_checkpoint(tmp_path / "small", kind, 8, MIB)

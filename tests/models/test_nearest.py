@@ -74,7 +74,10 @@ def test_the_error_and_the_proposal_name_one_nearest_though_only_shapes_tell_the
 
 @pytest.mark.parametrize(
     ("dense", "sampled"),
-    [({"first_k_dense_replace": 3}, [0, 2, 3, 60]), ({"first_k_dense_replace": 0}, [0, 60])],
+    [
+        ({"first_k_dense_replace": 3}, [0, 2, 3, 60]),
+        pytest.param({"first_k_dense_replace": 0}, [0, 60], marks=pytest.mark.slow),
+    ],
 )
 def test_a_large_mixture_is_measured_by_a_few_layers_and_one_expert_of_each(
     dense: dict[str, int], sampled: list[int]

@@ -23,7 +23,7 @@ from tests.draws import drawn
 from tests.matrix import Record
 from tests.reference import check_family, rounding_errors, save
 
-DRAWN = drawn(60, in_short=20)
+DRAWN = drawn(60, in_short=12)
 
 
 @st.composite

@@ -14,6 +14,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
+from tests.fast import cases
 from tests.models.test_parity_more import DRAWS, Drawn, drawn_options, flip, gated, save_as_internlm2
 from tests.reference import check_family, rounding_errors
 
@@ -46,7 +47,11 @@ def config_of(name: str, rng: Random, shared: Drawn) -> tuple[transformers.PreTr
     return getattr(transformers, f"{prefix}Config")(**drawn), model_class, "sdpa" if name == "falcon_rw" else "eager"
 
 
-@pytest.mark.parametrize("name", DRAWS)
+# Each kernel and each way to call it: ALiBi, caps, windows, scales, latent and rotated heads, norms of heads, experts.
+QUICK = {"bloom", "cohere", "deepseek_v3", "gemma2", "gpt_neox", "gptj", "granite", "mixtral", "qwen3", "qwen3_moe"}
+
+
+@pytest.mark.parametrize("name", cases(DRAWS, fast=QUICK))
 def test_family(name: str) -> None:
     config, model_class, attention = config_of(name, Random(f"{name} cpp"), SHARED)
     check_family(config, model_class, OPTIONS, 0, attention=attention)
@@ -100,7 +105,9 @@ def test_opt(like_350m: bool) -> None:
     "dtype",
     [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float16, id="fp16", marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("name", ["gemma2", "phi", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", cases(["gemma2", "phi", "qwen3_moe", "deepseek_v3"], fast=["qwen3_moe", "deepseek_v3"])
+)
 def test_weights_in_16_bits(name: str, dtype: torch.dtype) -> None:
     """Both sides differ from the exact answer of the same weights in fp32; here only what is cached is rounded."""
     config, model_class, attention = config_of(name, Random(f"{name} in 16 bits"), SHARED)

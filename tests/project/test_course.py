@@ -14,6 +14,7 @@ from tests.project.reference_tables import own_keys, sections
 REFERENCE = PAGE.parent / "recipe-language.md"
 
 
+@pytest.mark.slow  # test_planning_page follows a shorter page in the same way
 def test_all_that_the_course_says_happens(tmp_path: Path) -> None:
     text = PAGE.read_text("utf-8")
     lines = text.splitlines(), followed(text, tmp_path).splitlines()

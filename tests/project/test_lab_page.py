@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +11,14 @@ from typer.testing import CliRunner
 
 from fastgen.cli import app
 from fastgen.lab.report.results import read_directory
+from tests.project.test_docs import printed_by
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "lab.md").read_text()
 # What makes the walk short: a calibration of a few seconds, and a limit that the first levels of the search miss.
-SHORTER = {"--seconds 60": "--seconds 10", "--goodput ttft:500 tpot:15": "--goodput ttft:500 tpot:0.01"}
+SHORTER = {"--seconds 60": "--seconds 5", "--goodput ttft:500 tpot:15": "--goodput ttft:500 tpot:0.01"}
 
 
+@pytest.mark.slow  # tests/cli runs each of its commands
 def test_the_walk_leads_to_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^\$ (fastgen .*)$", PAGE, re.MULTILINE)
@@ -36,11 +36,9 @@ def test_the_walk_leads_to_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "<script" not in report
 
 
-def test_the_python_of_the_page_runs(tmp_path: Path) -> None:
+def test_the_python_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    printed_by(code)
     assert "prefill_first" in (tmp_path / "report.html").read_text()
     assert (tmp_path / "throughput_latency.png").exists()

@@ -132,7 +132,7 @@ def without_fastgen(name):
     return distribution(name)
 metadata.distribution = without_fastgen
 import fastgen
-with fastgen.load("tiny-llama", target="torch") as llm:
+with fastgen.load("tiny-llama") as llm:
     llm.generate("a", max_new_tokens=1)
     print(llm.recording().header.fastgen)
 """

@@ -26,7 +26,10 @@ def test_of_nothing():
 """
 
 
-@pytest.mark.parametrize("processes", [[], ["-n", "2"]], ids=["alone", "in processes"])
+@pytest.mark.parametrize(
+    "processes",
+    [pytest.param([], id="alone"), pytest.param(["-n", "2"], id="in processes", marks=pytest.mark.slow)],
+)
 def test_skipped_tests_stand_in_the_last_lines_with_their_reasons(tmp_path: Path, processes: list[str]) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", *processes, "test_it.py"]

@@ -78,6 +78,7 @@ def test_the_wheel_holds_the_built_in_models(wheel: Path, name: str) -> None:
         assert {"tokenizer.json", "tokenizer_config.json"} <= set(sizes)
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_lists_its_recipes(environment: Path) -> None:
     out = run(environment / "bin" / "fastgen", "recipe", "list", cwd=environment)
     for recipe in ("llama", "mistral", "opt"):

@@ -21,6 +21,7 @@ from fastgen.recipe_tools.diff.diff import Difference, recipe_differences, tree_
 from fastgen.recipe_tools.diff.lines import lines_of
 from fastgen.recipe_tools.diff.specs import spec_differences
 from fastgen.verify.edits import nodes, replaced, replaced_tree
+from tests.fast import cases
 from tests.recipe_tools.published import CONFIGS
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
@@ -112,7 +113,7 @@ def _random_tree(draw: random.Random, depth: int = 0) -> Tree:
     return Tree(draw.choice([True, 1, 1.0, None, False, 0, "", "x", "1", "none"]), "f", draw.randrange(99))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", cases(range(60), fast=range(30)))
 def test_differences_of_any_trees_lead_from_one_to_the_other(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(20):

@@ -14,6 +14,7 @@ from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.scheduling.policies import POLICIES, DynamicBatching, StaticBatching
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.step.step import Step
+from tests.fast import cases
 from tests.runtime.checkpoints import families
 from tests.runtime.constrained import VOCAB_SIZE, pattern, save_writer
 
@@ -108,7 +109,7 @@ def options_of(name: str) -> dict[str, Any]:
     return {"policy": given.get(name, name)}
 
 
-@pytest.mark.parametrize("name", [*POLICIES, "bounded"])
+@pytest.mark.parametrize("name", cases([*POLICIES, "bounded"], fast=["splitfuse", "prefill_first", "bounded"]))
 def test_the_same_answers_under_every_policy(directory: Path, alone: list[GenerationOutput], name: str) -> None:
     sizes: dict[str, Any] = {"token_budget": 24, "max_num_seqs": 6, "block_size": 4, "speculative": "ngram"}
     with fastgen.load(directory, target="cpp", kv_cache_memory="1MiB", **sizes) as llm:

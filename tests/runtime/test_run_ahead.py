@@ -16,6 +16,7 @@ from fastgen.runtime.flight.replay import first_difference
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.drafts import NgramDrafter
+from tests.draws import number
 from tests.runtime.histories import random_policy
 from tests.runtime.remembering_device import AheadDevice, LostStepError, alone, build_engine
 from tests.runtime.test_beam_histories import drawn_cache, drawn_request
@@ -131,12 +132,12 @@ def test_a_sequence_that_ends_by_its_length_has_no_row_in_the_step_ahead() -> No
 
 @pytest.mark.parametrize("runs_ahead", [True, False])
 def test_answers_are_the_same_where_tokens_are_postponed(runs_ahead: bool) -> None:
-    happened = Counter[str]()
-    for seed in range(40):
+    happened, num_histories = Counter[str](), number(40, in_short=20)
+    for seed in range(num_histories):
         happened += history(seed, postponed_share=0.3 if seed % 2 else 0.9, runs_ahead=runs_ahead)
-    assert happened["postponed"] > 500
+    assert happened["postponed"] > 12 * num_histories
     assert not happened["failed"]
-    assert happened["preemptions"] > 20
+    assert happened["preemptions"] > 0.5 * num_histories
 
 
 def test_a_ring_that_wrapped_is_replayed() -> None:

@@ -6,6 +6,7 @@ over temperature plus noise), since another order of summation may decide such a
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from itertools import product
@@ -22,6 +23,7 @@ from fastgen.runtime.kv_cache.block_pool import PADDING_BLOCK
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.scheduling.policies import DynamicBatching, Policy
 from fastgen.runtime.step.step import Step
+from tests.fast import cases
 from tests.runtime.checkpoints import VOCAB_SIZE, families, save_checkpoint, small_cache
 
 MARGIN = 1e-3
@@ -89,8 +91,10 @@ def assert_nothing_held(llm: LLM) -> None:
     assert engine.scheduler.kv.pool.num_free == engine.scheduler.kv.pool.capacity
 
 
-@pytest.mark.parametrize("block_size", [1, 16])
-@pytest.mark.parametrize("token_budget", [8, 9, 64, 512])
+@pytest.mark.parametrize(
+    ("token_budget", "block_size"),
+    cases(itertools.product([8, 9, 64, 512], [1, 16]), fast=[(8, 1), (9, 16), (64, 16), (512, 1)]),
+)
 def test_at_every_budget_and_block_size(
     directory: Path, alone: list[GenerationOutput], token_budget: int, block_size: int
 ) -> None:

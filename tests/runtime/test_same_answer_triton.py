@@ -168,6 +168,7 @@ def test_alone_and_beside_others_whatever_is_replayed(
 
 
 @pytest.mark.kernels
+@pytest.mark.slow
 def test_at_another_budget_with_preemptions(directory: Path, quantize: str | None, certain: list[list[int]]) -> None:
     """Before each step everything that no running sequence owns is filled with what would be noticed."""
     cache = small_cache(directory, SMALL_CACHE, token_budget=4, **(OPTIONS | {"target": "torch"}))

@@ -12,6 +12,7 @@ from fastgen.runtime.scheduling.policies import Policy, choose_policy
 from fastgen.runtime.simulated import Arrival, SimulatedServer
 from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.runtime.step_cost.work import StepWork
+from tests.fast import cases
 
 # Of a GPU's order: 10 ms for a small step, 90 ms for one of 2048 tokens.
 COEFFICIENTS = {"step_s": 0.008, "token_s": 4e-5, "context_s": 5e-8, "pair_s": 1e-9}
@@ -69,8 +70,9 @@ def gaps_beside_a_long_prompt(policy: Policy, noise: float) -> tuple[list[float]
     return gaps, end_s - begin_s
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.05])
-@pytest.mark.parametrize("itl_target_ms", [25, 50])
+@pytest.mark.parametrize(
+    ("itl_target_ms", "noise"), cases([(25, 0.0), (25, 0.05), (50, 0.0), (50, 0.05)], fast=[(25, 0.0), (50, 0.05)])
+)
 def test_a_long_prompt_moves_the_gaps_of_streams_to_the_target_and_makes_progress(
     itl_target_ms: float, noise: float
 ) -> None:
@@ -93,7 +95,7 @@ def sum_of_chunks_s(itl_target_s: float) -> float:
     return steps * itl_target_s
 
 
-@pytest.mark.parametrize("name", ["splitfuse", "orca", "prefill_first"])
+@pytest.mark.parametrize("name", cases(["splitfuse", "orca", "prefill_first"], fast=["splitfuse"]))
 def test_without_a_target_the_gaps_are_as_long_as_the_budget_makes_them(name: str) -> None:
     gaps, _ = gaps_beside_a_long_prompt(choose_policy(name), 0.0)
     assert float(np.quantile(gaps, 0.99)) > 0.1

@@ -5,6 +5,7 @@ Before every step all that is not computed and kept is filled with NaN, and so i
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import fastgen
 from fastgen.runtime.kv_cache.block_tables import held_entries
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.step.step import Step
+from tests.fast import cases
 from tests.reference import assert_equal_to_reference, randomise, save
 from tests.runtime.test_same_answer import poison
 
@@ -62,9 +64,13 @@ def watch(llm: LLM) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize("prefix_caching", [False, True])
-@pytest.mark.parametrize("target", ["torch", "cpp"])
-@pytest.mark.parametrize("family", list(MOST_HELD))
+@pytest.mark.parametrize(
+    ("family", "target", "prefix_caching"),
+    cases(
+        itertools.product(MOST_HELD, ["torch", "cpp"], [False, True]),
+        fast=[("Gemma2", "cpp", False), ("Mistral", "cpp", True), ("Gemma2", "torch", True)],
+    ),
+)
 def test_what_is_held_is_bounded_by_the_window(family: str, target: str, prefix_caching: bool, tmp_path: Path) -> None:
     model = reference(family)
     options: dict[str, Any] = {

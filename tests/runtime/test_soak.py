@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.soak import SCENARIOS, run_scenario
+from tests.runtime.soak import SCENARIOS, Scenario, run_scenario
+
+# The scenario of the long soak in fp32 and in blocks of 4, for which other tests build the kernels.
+TWO_GROUPS = Scenario("Gemma2", {"target": "cpp", "max_num_seqs": 16, "token_budget": 40, "block_size": 4})
 
 
-def test_a_short_soak(tmp_path: Path) -> None:
+def test_a_short_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCENARIOS, "two groups", TWO_GROUPS)
     found = run_scenario("two groups", tmp_path, num_requests=160, pool_size=32, seed=1, talk=False)
     print(found)
     assert found["requests"] == 160

@@ -21,6 +21,7 @@ from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.step.step import Step
+from tests.fast import cases
 from tests.reference import randomise, save
 from tests.runtime import test_same_answer as same_answer
 from tests.runtime import test_same_answer_fields as fields
@@ -91,7 +92,9 @@ def alone(directory: Path) -> list[GenerationOutput]:
         return [llm.generate(prompt, sampling) for prompt, sampling in requests]
 
 
-@pytest.mark.parametrize(("num_draft_tokens", "token_budget"), [(1, 8), (3, 16), (4, 48), (9, 512)])
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "token_budget"), cases([(1, 8), (3, 16), (4, 48), (9, 512)], fast=[(3, 16), (9, 512)])
+)
 def test_the_same_answer_with_every_field(
     directory: Path, alone: list[GenerationOutput], num_draft_tokens: int, token_budget: int
 ) -> None:
@@ -178,6 +181,7 @@ def test_on_the_reference(directory: Path) -> None:
     assert watched.num_drafts > watched.num_accepted > 20
 
 
+@pytest.mark.slow
 def test_on_interpreted_triton_kernels(tmp_path: Path) -> None:
     """Rows of a drafted sequence share its slot, which is why there are no drafts before ``min_new_tokens``."""
     config = transformers.LlamaConfig(**triton.SIZES)

@@ -17,6 +17,7 @@ from fastgen.errors import CheckpointError, InvalidArgumentError
 from fastgen.models.checkpoint.hub import locate
 from fastgen.runtime.text.tokenizer_checks import KNOWN_PATTERNS, check_tokenizer, has_unknown_patterns
 from fastgen.serving.encoding.encoder import TextEncoder
+from tests.fast import cases
 from tests.runtime.checkpoints import save_checkpoint, save_tokenizer
 from tests.serving.server_process import served
 
@@ -92,7 +93,7 @@ def test_an_expression_that_the_library_stops_is_a_refusal() -> None:
         encoder.processes.close()
 
 
-@pytest.mark.parametrize("pattern", sorted(KNOWN_PATTERNS))
+@pytest.mark.parametrize("pattern", cases(sorted(KNOWN_PATTERNS), fast=sorted(KNOWN_PATTERNS)[-2:]))
 def test_the_time_of_known_patterns_is_proportional_to_the_text(pattern: str) -> None:
     """Four times the text takes about four times as long; the square would be sixteen."""
     tokenizer: Any = with_pattern(pattern)
@@ -110,7 +111,16 @@ def _time_of(tokenizer: Any, text: str) -> float:
     return time.process_time() - began_s
 
 
-def test_a_server_goes_on_beside_a_hostile_tokenizer(tmp_path: Path) -> None:
+# Each takes the longest time that a text may take.
+REFUSED = {
+    "/v1/completions": {"model": "hostile", "prompt": HOSTILE, "max_tokens": 1},
+    "/generate": {"prompt": HOSTILE, "max_new_tokens": 1},
+    "/tokenize": {"prompt": HOSTILE},
+}
+
+
+@pytest.mark.parametrize("paths", cases([["/v1/completions"], [*REFUSED]], fast=[["/v1/completions"]]), ids=" ".join)
+def test_a_server_goes_on_beside_a_hostile_tokenizer(paths: list[str], tmp_path: Path) -> None:
     directory = save_checkpoint("mistral", tmp_path)
     save_tokenizer(directory)
     config = json.loads((directory / "config.json").read_text())
@@ -124,12 +134,8 @@ def test_a_server_goes_on_beside_a_hostile_tokenizer(tmp_path: Path) -> None:
         served(str(directory), "--target", "torch", "--name", "hostile") as server,
         httpx2.Client(base_url=server.address, timeout=60) as client,
     ):
-        for path, body in (
-            ("/v1/completions", {"model": "hostile", "prompt": HOSTILE, "max_tokens": 1}),
-            ("/generate", {"prompt": HOSTILE, "max_new_tokens": 1}),
-            ("/tokenize", {"prompt": HOSTILE}),
-        ):
-            answered = client.post(path, json=body)
+        for path in paths:
+            answered = client.post(path, json=REFUSED[path])
             assert (answered.status_code, "processor time" in answered.text) == (400, True), answered.text
         body = {"model": "hostile", "prompt": "the cat", "max_tokens": 3}
         assert client.post("/v1/completions", json=body).status_code == 200

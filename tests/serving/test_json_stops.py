@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from fastgen.serving.json_limits import FREE_BYTES, check_json_size
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
+from tests.fast import cases
 from tests.serving.scripted import ScriptedService, application, scripted_codec
 
 NUM_TRIES = 3
@@ -32,6 +34,7 @@ BODIES = {
     "names": b'{"model":"scripted",' + b",".join(b'"%030d":1' % i for i in range(163_000)) + b"}",
 }
 PATHS = ("/v1/completions", "/v1/chat/completions", "/generate", "/invocations")
+ONCE = [*zip(PATHS, ("token ids", "names", "too many ids", "names"), strict=True)]
 
 
 async def post(app: Any, path: str, body: bytes) -> int:
@@ -94,8 +97,7 @@ def app() -> Any:
     return Guard(app, ServeOptions(), ServerMetrics(lambda: True))
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("kind", BODIES)
+@pytest.mark.parametrize(("path", "kind"), cases(itertools.product(PATHS, BODIES), fast=ONCE))
 def test_the_largest_bodies_stop_the_loop_no_longer_than_their_parser(app: Any, path: str, kind: str) -> None:
     body = BODIES[kind]
     assert len(body) > FREE_BYTES

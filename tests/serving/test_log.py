@@ -92,6 +92,7 @@ def test_a_reader_that_stands_still_delays_nothing_and_hears_later_what_was_drop
     assert pipe.read_until("again") == ["fastgen: again"]
 
 
+@pytest.mark.slow  # test_output has one whose other streams are closed, too
 def test_a_server_whose_log_is_not_read_answers_all_requests() -> None:
     """A pipe holds 64 KiB, which are a few hundred lines. A server that waits for its reader hangs then."""
     reading, writing = os.pipe()

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from fastgen.serving.clients.deployments import deployments
 from tests.serving.http_client import get
 
@@ -37,6 +39,7 @@ def serving(redirection: str, *flags: str, stderr: int | None = None) -> Iterato
             process.kill()
 
 
+@pytest.mark.slow  # tests/serving/test_log.py counts the lines that a full pipe loses
 def test_a_server_whose_output_is_full_serves_and_counts_what_is_lost() -> None:
     with serving(">/dev/full 2>/dev/full", "--log-requests") as (_, address):
         for _ in range(3):

@@ -77,10 +77,12 @@ def test_requests_that_overtake_one_whose_format_is_compiled_are_answered_and_ex
             return list(await asyncio.gather(*sent))
 
     assert [answer.status_code for answer in asyncio.run(answers())] == [200] * 9
-    facts = [json.loads(why_here(server.address, f"overtaking-{number}", "--json").output) for number in range(9)]
-    assert [each["new_tokens"] for each in facts] == [3, *range(4, 12)]
+    for number, num_tokens in ((0, 3), (1, 4), (8, 11)):
+        facts = json.loads(why_here(server.address, f"overtaking-{number}", "--json").output)
+        assert facts["new_tokens"] == num_tokens
 
 
+@pytest.mark.slow  # test_open_paths asks every path without a key
 def test_it_needs_the_key() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTGEN_API_KEY", "secret")

@@ -43,12 +43,13 @@ def hunt(tmp_path_factory: pytest.TempPathFactory) -> Hunt:
     return Hunt(named_recipe("phi"), tmp_path_factory.mktemp("hunt"), number(NUM_CONFIGS, in_short=8))
 
 
+@pytest.mark.slow  # test_verify has mistakes of each kind
 def test_a_sample_is_rejected_at_its_nodes(hunt: Hunt) -> None:
-    drawn = random.Random(SEED).sample(mutants_of(named_recipe("phi")), 12)
+    drawn = random.Random(SEED).sample(mutants_of(named_recipe("phi")), number(12, in_short=8))
     verdicts = {mutant.what: hunt.verdict(mutant) for mutant in drawn}
     judged = [each["verdict"] for each in verdicts.values() if each["verdict"] not in ("equivalent", "apart")]
     assert judged.count("missed") <= 1, (SEED, verdicts)
-    assert judged.count("right") >= 9, (SEED, verdicts)
+    assert judged.count("right") >= 0.75 * len(drawn), (SEED, verdicts)
 
 
 BOTH = "model.layers.residual.both"
@@ -57,10 +58,10 @@ BOTH = "model.layers.residual.both"
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (f"{BOTH}.attention.rotary.theta", 10000),
         (f"{BOTH}.norm.eps", 1e-5),
         (f"{BOTH}.attention.rotary.kind", "interleaved"),
-        ("config.max_positions", "max_position_embeddings | default(2049)"),
+        pytest.param(f"{BOTH}.attention.rotary.theta", 10000, marks=pytest.mark.slow),
+        pytest.param("config.max_positions", "max_position_embeddings | default(2049)", marks=pytest.mark.slow),
     ],
 )
 def test_no_mistake_passes_for_none(hunt: Hunt, path: str, value: str | float) -> None:
@@ -83,6 +84,7 @@ def test_a_recipe_that_refuses_what_the_reference_refuses_is_set_apart(hunt: Hun
     assert fate(hunt, requiring(f"not ({normed}) or head_dim == hidden_size / num_heads")) == "apart"
 
 
+@pytest.mark.slow
 def test_a_recipe_that_no_longer_ignores_a_tensor_is_missed(hunt: Hunt) -> None:
     assert fate(hunt, {("ignores", "tensors"): None}) == "missed"
 

@@ -81,11 +81,12 @@ def test_recorded_activations_are_a_reference(checkpoint: tuple[Path, LlamaForCa
         verify(directory, reference=file)
 
 
+@pytest.mark.slow  # a module is one by the same way
 def test_a_class_is_a_reference() -> None:
     """Configurations are drawn also for an architecture that transformers does not know."""
-    report = verify("internlm2", reference=InternLM2ForCausalLM, configs=4)
+    report = verify("internlm2", reference=InternLM2ForCausalLM, configs=3)
     assert report.passed, report.finding
-    assert len(report.configs) == 4
+    assert len(report.configs) == 3
     qkv = ("model", "layers", "residual", "attend", "attention", "qkv")
     recipe = replaced(named_recipe("internlm2"), {(*qkv, "layout"): "(part num_kv_heads head_dim) in"})
     assert recipe is not None

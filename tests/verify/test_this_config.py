@@ -57,6 +57,7 @@ def test_a_mistake_for_this_checkpoint_is_found(tiny: Path, tmp_path: Path) -> N
     assert report.finding.cause.change == "kind interleaved -> half"
 
 
+@pytest.mark.slow  # test_shrink has the sizes
 def test_a_large_checkpoint_is_run_small(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
         **{"vocab_size": 300, "hidden_size": 1280, "intermediate_size": 640, "num_hidden_layers": 6},

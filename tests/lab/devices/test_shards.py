@@ -12,6 +12,7 @@ from fastgen.models.measure import MeasuredModel, ModelBuild
 from fastgen.models.shard.obstacles import parallel_sizes
 from fastgen.models.spec import ModelSpec
 from fastgen.models.spec.tensors import linears_of
+from tests.fast import cases
 from tests.lab.devices.specs import PUBLISHED, published_spec
 
 # One of each family, with every kind of part: latent attention, experts, ALiBi, norms of queries, parallel branches.
@@ -50,7 +51,11 @@ def test_a_size_that_does_not_divide_is_refused_with_those_that_do() -> None:
         shard(published_spec("Llama-2-70b"), 0)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# The other mixture is smaller.
+QUICK = {*FAMILIES} - {"Qwen3-30B-A3B"}
+
+
+@pytest.mark.parametrize("name", cases(FAMILIES, fast=QUICK))
 def test_shards_together_are_the_model(name: str) -> None:
     """Nothing is lost: what the devices hold together is the model, and more only where something is held twice."""
     spec = published_spec(name)

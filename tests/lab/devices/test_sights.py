@@ -7,6 +7,7 @@ import pytest
 from fastgen.lab.devices.sights import sights_of
 from fastgen.models.spec import AttentionSpec
 from fastgen.runtime.step_cost.sight import Sight
+from tests.fast import cases
 from tests.lab.devices.specs import PUBLISHED, published_spec
 
 
@@ -24,7 +25,7 @@ def test_layers_alternate_where_the_recipe_says_so() -> None:
     assert (windows, full) == (Sight(4096, 0.5, 0.5), Sight(None, 0.5, 0.5))
 
 
-@pytest.mark.parametrize("name", sorted(PUBLISHED))
+@pytest.mark.parametrize("name", cases(sorted(PUBLISHED), fast=sorted(PUBLISHED)[::3]))
 def test_shares_add_up(name: str) -> None:
     spec = published_spec(name)
     found = sights_of(spec)

@@ -139,6 +139,7 @@ def test_policies_that_cannot_be_compared_are_refused(target: EngineTarget) -> N
         policies(other, ["splitfuse", "orca"], measure)
 
 
+@pytest.mark.slow  # three processes that load a model
 def test_startup_times_fresh_processes(tmp_path: Path) -> None:
     found = startup({"model": "tiny-llama", "target": "torch", "num_threads": 1}, num_cold=1, num_warm=1)
     assert (len(found.cold), len(found.warm)) == (1, 1)
@@ -149,6 +150,10 @@ def test_startup_times_fresh_processes(tmp_path: Path) -> None:
     facts = found.as_json()
     assert facts["cold_startup_times"] == [found.cold[0]["loaded"]]
     assert facts["avg_warm_startup_time"] == found.warm[0]["loaded"]
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_loaded_is_said_of_its_startup() -> None:
     with pytest.raises(FastgenError, match=r"could not load the model: .*no-such-model"):
         startup({"model": "./no-such-model"}, num_cold=1, num_warm=0)
 

@@ -60,6 +60,7 @@ def test_every_chat_is_answered_in_full(address: str, when: Poisson | int) -> No
         assert record.num_cached_tokens is not None
 
 
+@pytest.mark.slow  # a server of its own
 def test_conversations_find_their_turns_in_the_prefix_cache(address: str) -> None:
     by_ids = serve(LoadGenerator(EndpointTarget(address, endpoint="/generate")), CHATS, 2, vocab_size=250, seed=2)
     assert [record.num_prompt_tokens for record in by_ids.records] == [32, 80, 128] * 2

@@ -106,6 +106,7 @@ def close(found: tuple[float, float] | None, draws: pd.Series) -> bool:
     return max(abs(found[0] - low), abs(found[1] - high)) <= TOLERANCE * (high - low)
 
 
+@pytest.mark.slow  # rates are drawn in the same way
 def test_intervals_of_latencies_are_those_of_a_bootstrap_of_requests(small: tuple[Recomputed, Summary]) -> None:
     frames, summary = small
     names, levels = ["ttft", "tpot", "e2el"], [0.5, 0.9, 0.95]

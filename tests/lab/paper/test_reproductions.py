@@ -42,6 +42,7 @@ def test_a_reproduction_runs_at_small_size(name: str, tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
 
 
+@pytest.mark.slow
 def test_simulated_figures_are_the_same_on_every_machine() -> None:
     first, second = (json.dumps(REPRODUCTIONS["replicas"].run(SMALL)) for _ in range(2))
     assert first == second

@@ -90,7 +90,7 @@ def test_the_work_of_mean_steps_within_a_window() -> None:
     [
         ("llama-2-70b", "A100-80", 4, 2600, 60),
         ("llama-2-13b", "A100-80", 1, 1200, 128),
-        ("mistral-7b-v0.1", "A100-80", 1, 6000, 200),
+        pytest.param("mistral-7b-v0.1", "A100-80", 1, 6000, 200, marks=pytest.mark.slow),
     ],
 )
 def test_means_are_near_those_of_the_scheduler(name: str, device: str, devices: int, prompt: int, answer: int) -> None:

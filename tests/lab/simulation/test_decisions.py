@@ -85,9 +85,9 @@ def decided(step: Step) -> dict[str, Any]:
     [
         {},
         {"itl_target_ms": 10.0},
-        {"policy": "prefill_first"},
+        pytest.param({"policy": "prefill_first"}, marks=pytest.mark.slow),
         {"policy": "orca", "prefix_caching": False},
-        {"kv_reservation": "request"},
+        pytest.param({"kv_reservation": "request"}, marks=pytest.mark.slow),
         {"kv_reservation": "context"},
     ],
     ids=str,

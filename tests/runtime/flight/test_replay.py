@@ -19,6 +19,7 @@ from fastgen.runtime.scheduling.policies import POLICIES, choose_policy, make_po
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
 from fastgen.runtime.scheduling.policies.time_budget import TimeBudgetSplitFuse
 from fastgen.runtime.scheduling.scheduler import Scheduler
+from tests.fast import cases
 from tests.runtime.histories import History, random_history, random_policy
 
 
@@ -42,7 +43,7 @@ def recorded(seed: int, **options: Any) -> tuple[History, Recording]:
     return history, history.engine.recorder.recording("m")
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", cases(range(40), fast=range(25)))
 def test_every_decision_of_a_random_history_is_repeated(seed: int, tmp_path: Path) -> None:
     _, recording = recorded(seed, **options(seed))
     write_recording(recording, tmp_path / "flight.jsonl")
@@ -208,7 +209,7 @@ def test_a_continued_chat_finds_its_own_answer() -> None:
 
 
 @pytest.mark.parametrize("starts_from", [1, 64])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", cases(range(40), fast=range(15)))
 def test_a_ring_that_wrapped_is_replayed_from_a_snapshot(
     seed: int, starts_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,9 +14,10 @@ from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.flight.time_account import Span
 from fastgen.runtime.flight.why import Why, why
 from fastgen.runtime.flight.why_text import as_text
+from tests.fast import cases
 from tests.runtime.histories import random_history
 
-SEEDS = range(10)
+SEEDS = cases(range(10), fast=range(5))
 
 
 @cache  # tests read what it returns, and change nothing

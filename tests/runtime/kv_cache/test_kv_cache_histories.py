@@ -17,6 +17,7 @@ from fastgen.runtime.kv_cache.block_tables import BlockCopy, max_blocks_held
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request, Sequence
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from tests.fast import cases
 
 Tokens = tuple[int, ...]
 MAX_CHUNK = 9
@@ -358,15 +359,16 @@ class History:
                         assert self.memory[place] == (group, tuple(seq.token_ids[: position + 1]))
 
 
-@pytest.mark.parametrize("seed", range(250))
+@pytest.mark.parametrize("seed", cases(range(250), fast=range(150)))
 def test_random_histories(seed: int) -> None:
     History(seed).run(num_acts=80)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1_000, 4_000))
-def test_many_random_histories(seed: int) -> None:
-    History(seed).run(num_acts=150)
+@pytest.mark.parametrize("first_seed", range(1_000, 4_000, 50))
+def test_many_random_histories(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 50):
+        History(seed).run(num_acts=150)
 
 
 def test_the_histories_reach_every_rule() -> None:

@@ -18,9 +18,9 @@ def test_a_captured_step_has_its_sums(tmp_path: Path) -> None:
     directory = save(randomise(transformers.LlamaForCausalLM(config), seed=3), tmp_path)
     sizes = OPTIONS | {"token_budget": 8}
     with fastgen.load(directory, **sizes) as llm:
-        expected = [output.token_ids for output in llm.generate(PROMPTS[:2], SAMPLINGS[:2])]
+        expected = [output.token_ids for output in llm.generate(PROMPTS[:1], SAMPLINGS[:1])]
     with fastgen.load(directory, **sizes, tensor_parallel=2) as llm:
-        assert [output.token_ids for output in llm.generate(PROMPTS[:2], SAMPLINGS[:2])] == expected
+        assert [output.token_ids for output in llm.generate(PROMPTS[:1], SAMPLINGS[:1])] == expected
         engine = llm._engine
         assert engine is not None
         forward = engine.runner.forward

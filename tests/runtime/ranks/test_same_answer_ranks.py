@@ -14,6 +14,7 @@ import torch
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.llm import LLM
+from tests.fast import cases
 from tests.runtime.checkpoints import small_cache
 from tests.runtime.ranks.models import VOCAB_SIZE, prompts, save_family
 from tests.runtime.test_same_answer import num_certain_tokens
@@ -35,7 +36,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"target": "torch"}),
 ]
 # `make test` has these by the default kernels; `make test-all` has all cases.
-FAST = ("llama", "deepseek")
+FAST = ("deepseek",)
 TOLERANCE = 1e-4
 
 
@@ -100,7 +101,7 @@ def test_two_ranks_answer_as_one(family: str, options: dict[str, Any], tmp_path:
     assert metrics.prefix_cache_hit_tokens_total > 0
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int8_weight_only"])
+@pytest.mark.parametrize("quantize", cases(["int8", "int8_weight_only"], fast=["int8"]))
 def test_8_bits_are_rounded_no_worse_by_two_ranks(quantize: str, tmp_path: Path) -> None:
     """Each rank has a scale for its part of a row, so the numbers differ from those of one scale, but not for the
     worse."""

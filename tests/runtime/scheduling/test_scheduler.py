@@ -243,6 +243,27 @@ def test_the_youngest_decode_preempts_itself():
     assert (taken(schedule), schedule.preempted) == ([(0, 6, 1)], (young,))
 
 
+def test_no_block_is_given_to_a_decode_that_is_preempted_in_the_same_step(monkeypatch):
+    """Blocks go to the most urgent first, whatever the order in which sequences became decodes."""
+    scheduler = make(num_blocks=8)  # 7 blocks of 4
+    seqs = [add(scheduler, request_id, 6) for request_id in range(3)]
+    assert step(scheduler).preempted == ()  # two blocks each
+    scheduler.running.decodes.reverse()
+    while seqs[0].num_computed_tokens < 8:
+        assert step(scheduler).preempted == ()
+    given, allocate = [], scheduler.kv.allocate
+
+    def watched(seq, num_tokens):
+        given.append(seq)
+        return allocate(seq, num_tokens)
+
+    monkeypatch.setattr(scheduler.kv, "allocate", watched)
+    schedule = planned(scheduler)
+    assert schedule.preempted == (seqs[2],)
+    assert given == [seqs[0], seqs[1], seqs[1]], "the second finds a block once the third has lost its own"
+    assert {entry.seq for entry in schedule.entries} == {seqs[0], seqs[1]}
+
+
 def test_a_decode_preempts_a_partly_computed_prompt():
     scheduler = make(num_blocks=6, token_budget=8, max_num_seqs=3)  # 5 blocks of 4
     add(scheduler, 0, 4, max_new=5)

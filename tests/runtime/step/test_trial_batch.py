@@ -18,6 +18,7 @@ from fastgen.runtime.llm import LLM
 from fastgen.runtime.step.forward import CapturedForward
 from fastgen.runtime.step.input_batch import InputBatch
 from fastgen.runtime.step.trial_batch import TrialBatch
+from tests.fast import cases
 from tests.reference import randomise, save
 from tests.runtime.test_same_answer_triton import SIZES
 
@@ -64,7 +65,7 @@ def test_graphs_that_were_tried_answer_as_before(llm: LLM) -> None:
     assert llm.generate(prompt, sampling).token_ids == expected
 
 
-@pytest.mark.parametrize("what", ["_hidden", "_logits"])
+@pytest.mark.parametrize("what", cases(["_hidden", "_logits"], fast=["_logits"]))
 def test_a_graph_that_replays_differently_is_an_error(llm: LLM, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, _ = parts_of(llm)
     replay = Tape.replay
