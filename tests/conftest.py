@@ -29,7 +29,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# Models here are tiny: a second thread costs more than it brings, and two test processes share the cores.
+# Models here are tiny: a second thread costs more than it brings, and test processes share the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Triton kernels run in Python here, except where tests run on a GPU. Triton reads this when it is imported, so it
 # stands before every import of it.
@@ -52,6 +52,12 @@ sys.dont_write_bytecode = False
 
 # A test runner started in the background ignores Ctrl-C, and its children inherit that; some tests raise it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)  # where pytest-xdist is installed
+def pytest_xdist_auto_num_workers() -> int:
+    """Starts one process more than there are cores, since tests also wait: for servers, clusters and lost processes."""
+    return 1 + len(os.sched_getaffinity(0))
 
 
 def begin_draws(name: str) -> None:

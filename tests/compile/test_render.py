@@ -52,6 +52,7 @@ def test_the_body_starts_at_the_same_line_whatever_needs_it(nodes) -> None:
     assert render(asked).splitlines()[5:] == render_body(spec).splitlines()
 
 
+@pytest.mark.slow
 def test_rendering_is_the_same_in_another_process_under_another_hash_seed() -> None:
     code = """
 from fastgen.compile.ops.norm.cpp import norm_spec

@@ -131,6 +131,7 @@ def test_all_published_configurations_resolve_to_the_same_under_any_name(
         specs_agree(name, shuffled, monkeypatch)
 
 
+@pytest.mark.slow
 def test_published_configurations_resolve_to_the_same_under_any_name(
     shuffled: Shuffled, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,7 @@ print(fastgen.__version__)
     assert run_python(code).strip() == fastgen.__version__
 
 
+@pytest.mark.slow
 def test_the_source_runs_where_nothing_is_installed() -> None:
     code = f"""
 import sys

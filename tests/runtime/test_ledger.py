@@ -45,7 +45,7 @@ BUILDS: dict[str, dict[str, Any]] = {
     "torch int8_weight_only": {"target": "torch", "quantize": "int8_weight_only"},
 }
 FAST = {
-    *(("Qwen3Moe", "cpp int4"), ("DeepseekV3", "cpp bf16"), ("opt", "cpp fp32")),
+    *(("Qwen3Moe", "cpp int4"), ("opt", "cpp fp32")),
     *(("DeepseekV3", "torch bf16"), ("mistral", "torch fp32"), ("Gemma2", "torch int8_weight_only")),
 }
 CASES = [

@@ -92,6 +92,7 @@ print(json.dumps([output.token_ids, output.text]))
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_beside_the_weights(
     bundles: BuildBundle, expected: tuple[list[int], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,9 +133,13 @@ class Membership:
                     replica.link.close()
                     self._hanging.add(replica.id)
                     self._lose(replica)
-            self._routes.silent = frozenset(
-                one.id for one in self.replicas.values() if one.silent_s > SILENT_S or not one.is_ready
-            )
+            self._avoid()
+
+    def _avoid(self) -> None:
+        """Notes which replicas are to get requests only where there are no others."""
+        self._routes.silent = frozenset(
+            one.id for one in self.replicas.values() if one.silent_s > SILENT_S or not one.is_ready
+        )
 
     async def stop(self) -> None:
         """Closes all links, and makes no more."""
@@ -246,6 +250,8 @@ class Membership:
             self._empty(replica)
         elif beat.is_ready and not was_ready:
             self._watcher.engine_ready(replica.facts, replica.id)
+        if beat.is_ready != was_ready:
+            self._avoid()
         metrics = msgspec.msgpack.decode(beat.metrics, type=Metrics | None)
         if metrics is not None and beat.is_ready:
             self._watcher.engine_counted(metrics, replica.id)

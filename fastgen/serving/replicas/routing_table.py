@@ -23,7 +23,8 @@ class RoutingTable:
         self.router: Router | None = None
         # Replicas that are linked with the server.
         self.attached: frozenset[str] = frozenset()
-        # Replicas that were not heard for some time. They get requests only where there are no others.
+        # Replicas that were not heard for some time, or whose engine starts again. They get requests only where there
+        # are no others.
         self.silent: frozenset[str] = frozenset()
         self._requests: dict[int, RoutedRequest] = {}
         # The replica where each of them counts.

@@ -195,6 +195,7 @@ async def played_set(
         try:
             await found.start()
             await until(lambda: len(found.replicas) == len(handle.replicas))
+            await until_linked(found, *replicas)
             yield found, handle, noted
         finally:
             await found.stop()
@@ -207,3 +208,14 @@ async def until(condition: Callable[[], object]) -> None:
     """Waits until ``condition()`` is true."""
     while not condition():
         await asyncio.sleep(0.005)
+
+
+async def until_linked(found: ReplicaSet, *replicas: PlayedReplica) -> None:
+    """Waits until the set hears what these replicas send."""
+
+    def are_heard() -> bool:
+        for replica in replicas:
+            replica.beat()
+        return all(found.replicas[replica.name].status.num_steps for replica in replicas)
+
+    await until(are_heard)

@@ -14,7 +14,7 @@ from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.refusals import EngineDiedError, UnavailableError
 from fastgen.serving.replicas import membership, replica_set
 from fastgen.serving.replicas.replica_set import ReplicaSet
-from tests.serving.replicas.played import PlayedReplica, played_set, until
+from tests.serving.replicas.played import PlayedReplica, played_set, until, until_linked
 
 SAMPLING = SamplingParams(max_new_tokens=8)
 
@@ -347,10 +347,10 @@ def test_a_new_replica_is_used_and_a_restarting_engine_is_not() -> None:
         async with played_set(a) as (replicas, handle, noted):
             handle.add(b)
             await until(lambda: "b" in replicas.replicas)
+            await until_linked(replicas, b)
             a.beat(is_ready=False)
             await until(lambda: not replicas.replicas["a"].is_ready)
             assert ("ended", "a") in noted.notes
-            await asyncio.sleep(2 * membership._WATCH_S)
             for _ in range(4):
                 assert await where(submit(replicas), a, b) is b
             b.beat(is_ready=False)
