@@ -54,7 +54,8 @@ matrix: setup  ## prove every recipe, and write docs/recipe-matrix.md from the r
 status: setup  ## write docs/status.md from benchmarks/results
 	@$(bin)/python -m tools.status
 
-check: lint types imports  ## check lint, format, types and the import contracts
+check: setup  ## check lint, format, types and the import contracts
+	@$(MAKE) --no-print-directory --jobs=3 lint types imports
 
 lint: setup  ## check lint and format
 	@$(bin)/python -m ruff check --quiet . && echo "check: lint passed"

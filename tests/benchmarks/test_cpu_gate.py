@@ -45,6 +45,7 @@ def greedy(model: Path) -> list[list[int]]:
     return answers
 
 
+@pytest.mark.slow
 def test_the_models_own_answer_passes(model: Path, greedy: list[list[int]]) -> None:
     assert Gate(model, 1).check(REQUESTS, greedy, "fp32") < 1e-4
 

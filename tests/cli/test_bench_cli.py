@@ -190,6 +190,7 @@ def test_a_search_by_rate_ends_where_requests_fail(run: Run) -> None:
     assert facts["lowest_missed"] is not None
 
 
+@pytest.mark.slow
 def test_an_engine_in_this_process(run: Run, tmp_path: Path) -> None:
     flags = ("--workload", "fixed:prompt=20,answer=8,n=12", *ENGINE, "--json", "--output", str(tmp_path))
     done = run("bench", "throughput", "tiny-llama", *flags)

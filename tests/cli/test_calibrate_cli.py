@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 import fastgen
 from fastgen.lab.devices.calibration import read_calibration
 from tests.cli.conftest import Run
 
 
+@pytest.mark.slow
 def test_a_real_engine_is_calibrated_from_the_command_line(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     done = run("calibrate", "tiny-llama", "--seconds", "2", "--max-num-seqs", "8", "--output", str(path))

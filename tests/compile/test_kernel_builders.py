@@ -259,6 +259,7 @@ print(json.dumps([from_cache, launched, errors, earlier, is_still_there, is_buil
 """
 
 
+@pytest.mark.slow
 def test_on_a_gpu_nothing_is_compiled_but_what_the_cache_has_is_loaded(tmp_path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "triton")}

@@ -49,6 +49,7 @@ def test_the_python_of_the_readme_runs() -> None:
     assert len(done.stdout.split()) > 40
 
 
+@pytest.mark.slow
 def test_the_python_of_the_scheduling_page_runs() -> None:
     printed = [printed_by(code) for code in blocks(ROOT / "docs" / "scheduling.md", "python")]
     batches, without, bounded = printed[0], *printed[1].splitlines()

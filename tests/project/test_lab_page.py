@@ -36,6 +36,7 @@ def test_the_walk_leads_to_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "<script" not in report
 
 
+@pytest.mark.slow
 def test_the_python_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)

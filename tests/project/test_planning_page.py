@@ -5,11 +5,14 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
+import pytest
+
 from tests.project.course import PAGE, followed
 
 PLANNING = PAGE.parent / "planning.md"
 
 
+@pytest.mark.slow
 def test_all_plans_of_the_page_are_as_shown(tmp_path: Path) -> None:
     text = PLANNING.read_text("utf-8")
     lines = text.splitlines(), followed(text, tmp_path).splitlines()

@@ -96,6 +96,7 @@ def test_the_installed_wheel_is_what_ran(environment: Path) -> None:
     assert all(Path(file).is_relative_to(environment) for file in files)
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_generates(environment: Path) -> None:
     command = ("generate", "tiny-llama", "Once upon a time", "--max-new-tokens", "5", "--json")
     record = json.loads(run(environment / "bin" / "fastgen", *command, cwd=environment))

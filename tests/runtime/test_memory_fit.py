@@ -102,6 +102,7 @@ def test_where_the_weights_are_too_large_something_smaller_is_named() -> None:
     assert least.total_bytes > MIB
 
 
+@pytest.mark.slow
 @drawn(100, in_short=30)
 @given(
     size=st.integers(5 * MIB, 400 * MIB),

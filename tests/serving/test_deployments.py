@@ -107,11 +107,12 @@ def test_a_tokenizer_smaller_than_the_vocabulary_is_reported_once(directory: Pat
     assert Path(str(found.log)).read_text().count("the tokenizer knows") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        pytest.param({"dtype": "int3"}, "dtype='int3'", marks=pytest.mark.slow),
-        pytest.param({"kv_cache_memory": "1KiB"}, "kv_cache_memory", marks=pytest.mark.slow),
+        ({"dtype": "int3"}, "dtype='int3'"),
+        ({"kv_cache_memory": "1KiB"}, "kv_cache_memory"),
         ({"policy": DynamicBatching(batch_size=99), "max_num_seqs": 2}, "batch_size=99 is above max_num_seqs=2"),
     ],
 )

@@ -50,6 +50,7 @@ def test_a_server_whose_output_is_full_serves_and_counts_what_is_lost() -> None:
     assert float(num_lost[1]) > 0
 
 
+@pytest.mark.slow
 def test_a_log_that_nobody_reads_stops_nothing_and_begins_with_what_is_loaded() -> None:
     """Standard input and output are closed, too."""
     reading, writing = os.pipe()

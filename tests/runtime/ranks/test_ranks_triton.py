@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import transformers
 
 import fastgen
@@ -13,6 +14,7 @@ from tests.reference import randomise, save
 from tests.runtime.test_same_answer_triton import OPTIONS, PROMPTS, SAMPLINGS, SIZES
 
 
+@pytest.mark.slow
 def test_a_captured_step_has_its_sums(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(**SIZES)
     directory = save(randomise(transformers.LlamaForCausalLM(config), seed=3), tmp_path)

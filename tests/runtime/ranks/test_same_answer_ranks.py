@@ -36,7 +36,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"target": "torch"}),
 ]
 # `make test` has these by the default kernels; `make test-all` has all cases.
-FAST = ("deepseek",)
+FAST = ("opt",)
 TOLERANCE = 1e-4
 
 
