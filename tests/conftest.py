@@ -54,12 +54,6 @@ sys.dont_write_bytecode = False
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(optionalhook=True)  # where pytest-xdist is installed
-def pytest_xdist_auto_num_workers() -> int:
-    """Starts one process more than there are cores, since tests also wait: for servers, clusters and lost processes."""
-    return 1 + len(os.sched_getaffinity(0))
-
-
 def begin_draws(name: str) -> None:
     """Makes everything that is drawn from here on without a generator of its own follow from ``name`` alone."""
     import torch  # not above: the process that only hands out tests needs none

@@ -1,12 +1,14 @@
 """The server's handle to the replicas: which one a request goes to, and calls to one of them.
 
-Requests themselves do not pass through Ray, since a call takes it some milliseconds of processor time. Ray Serve
-chooses the replica, by :class:`~fastgen.serving.replicas.router.ReplicaRouter`, and counts the requests, by which it
-scales. The ways in which this module does that are those of Ray Serve's own direct streaming, and not public.
+Requests themselves do not pass through Ray, since a call takes it some milliseconds of processor time, and even the
+choice of a replica one. So the server ranks replicas by the table that it shares with
+:class:`~fastgen.serving.replicas.router.ReplicaRouter`, which Ray Serve keeps informed of replicas. Ray Serve scales by
+the number of requests, so they are counted where it counts its own calls. That place is not public.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from typing import Any, Protocol
@@ -18,7 +20,10 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import ReplicaID
 
 from fastgen.serving.replicas.messages import Attached
+from fastgen.serving.replicas.routing_table import RoutingTable
 
+# How often a request looks for a replica while there is none.
+_POLL_S = 0.05
 # The errors of calls through Ray.
 RAY_ERRORS = (RayError, RayServeException)
 
@@ -68,8 +73,10 @@ class RayHandle:
             ray.kill(ray.get_actor(actor, namespace="serve"))
 
     async def choose(self, number: int) -> str:
-        async with self._handle.choose_replica(number, _reserve=False) as chosen:
-            return chosen.replica_id
+        while True:
+            if RoutingTable.current is not None and (ranked := RoutingTable.current.rank(number)):
+                return ranked[0]
+            await asyncio.sleep(_POLL_S)
 
     def began(self, replica: str) -> None:
         self._metrics.inc_num_running_requests_for_replica(self._id(replica))

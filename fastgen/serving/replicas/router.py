@@ -29,10 +29,11 @@ class ReplicaRouter(RequestRouter):
         # Where no replica is chosen, Ray asks again; without a pause it would do nothing else in this thread.
         pending_request.routing_context.should_backoff = True
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        first = pending_request.args[0]
         if pending_request.metadata.call_method == "attach":
-            return [[replicas[first]]] if first in replicas else []
-        return [[replicas[replica]] for replica in routes.rank(first, list(replicas))]
+            ranked = pending_request.args[:1]
+        else:
+            ranked = routes.rank(pending_request.args[0])
+        return [[replicas[each]] for each in ranked if each in replicas]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -47,4 +48,4 @@ class ReplicaRouter(RequestRouter):
         ids = sorted(replica.unique_id for replica in self.curr_replicas)
         if ids != self._ids and RoutingTable.current is not None:
             self._ids = ids
-            RoutingTable.current.on_replicas(ids)
+            RoutingTable.current.update(ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from fastgen.runtime.routing import RoutedRequest, Router
 
@@ -18,7 +18,9 @@ class RoutingTable:
     current: RoutingTable | None = None
 
     def __init__(self, on_replicas: Callable[[list[str]], None]):
-        self.on_replicas = on_replicas
+        self._on_replicas = on_replicas
+        # The ids of all replicas that Ray Serve has now.
+        self._ids: list[str] = []
         # ``None`` until a replica is attached, whose block size it needs.
         self.router: Router | None = None
         # Replicas that are linked with the server.
@@ -31,6 +33,11 @@ class RoutingTable:
         self._places: dict[int, str] = {}
         self._lock = threading.Lock()
 
+    def update(self, ids: list[str]) -> None:
+        """Takes the ids of all replicas."""
+        self._ids = ids
+        self._on_replicas(ids)
+
     def add(self, number: int, request: RoutedRequest) -> None:
         """Adds a request that is about to be sent."""
         with self._lock:
@@ -42,16 +49,16 @@ class RoutingTable:
             self._count(number, None)
             self._requests.pop(number, None)
 
-    def rank(self, number: int, replicas: Sequence[str]) -> list[str]:
-        """Returns those of ``replicas`` that request ``number`` can go to, the best one first. It counts there from now
-        on, so that requests which come together do not all go to the same one.
+    def rank(self, number: int) -> list[str]:
+        """Returns the replicas that request ``number`` can go to, the best one first. It counts there from now on, so
+        that requests which come together do not all go to the same one.
         """
         with self._lock:
             request = self._requests.get(number)
             if request is None or self.router is None:
                 return []
             self._count(number, None)
-            ranked = self.router.rank(request, [replica for replica in replicas if replica in self.attached])
+            ranked = self.router.rank(request, [replica for replica in self._ids if replica in self.attached])
             ranked.sort(key=self.silent.__contains__)
             if ranked:
                 self._count(number, ranked[0])

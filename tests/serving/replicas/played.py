@@ -131,7 +131,7 @@ class PlayedHandle:
 
     def _report_replicas(self) -> None:
         assert RoutingTable.current is not None
-        RoutingTable.current.on_replicas(sorted(self.replicas))
+        RoutingTable.current.update(sorted(self.replicas))
 
     async def discover(self) -> None:
         self._report_replicas()
@@ -144,7 +144,7 @@ class PlayedHandle:
     async def choose(self, number: int) -> str:
         routes = RoutingTable.current
         assert routes is not None
-        while not (ranked := routes.rank(number, list(self.replicas))):
+        while not (ranked := routes.rank(number)):
             await asyncio.sleep(0.01)
         return ranked[0]
 
