@@ -60,8 +60,9 @@ def test_the_same_bits_with_an_emulated_unit(
     same_answer.test_the_same_bits(family, weights, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("emulated", EMULATED)
-@pytest.mark.parametrize("weights", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_matrix_unit_multiplies_bytes_with_the_bits_of_vectors(
     weights: str, emulated: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,7 @@ def test_a_request_is_explained_by_the_id_of_its_answer(server: ServerProcess, d
     assert PROMPT not in recording.text
 
 
+@pytest.mark.slow
 def test_requests_that_overtake_one_whose_format_is_compiled_are_answered_and_explained(server: ServerProcess) -> None:
     """The engine numbers requests when they are submitted to it, so its numbers are not in the order of arrival."""
     slow = {"type": "regex", "pattern": "a{19000}"}

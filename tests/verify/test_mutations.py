@@ -58,7 +58,7 @@ BOTH = "model.layers.residual.both"
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (f"{BOTH}.norm.eps", 1e-5),
+        pytest.param(f"{BOTH}.norm.eps", 1e-5, marks=pytest.mark.slow),
         (f"{BOTH}.attention.rotary.kind", "interleaved"),
         pytest.param(f"{BOTH}.attention.rotary.theta", 10000, marks=pytest.mark.slow),
         pytest.param("config.max_positions", "max_position_embeddings | default(2049)", marks=pytest.mark.slow),

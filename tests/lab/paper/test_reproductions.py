@@ -15,6 +15,7 @@ from fastgen.lab.paper.llama2 import latency_at, throughput_at
 from fastgen.lab.paper.registry import REPRODUCTIONS, reproduction
 from fastgen.lab.paper.replicas import ratios
 from fastgen.lab.paper.reproduction import Setting, read_result, write_pictures, write_result
+from tests.fast import cases
 from tools import reproductions
 
 SMALL = Setting(small=True, model="tiny-llama")
@@ -29,7 +30,7 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("name", cases(SHOWN, fast=("insights", "llama2", "falcon", "chats")))
 def test_a_reproduction_runs_at_small_size(name: str, tmp_path: Path) -> None:
     found = REPRODUCTIONS[name]
     write_result(found, found.run(SMALL), tmp_path / "result.json")

@@ -43,7 +43,7 @@ def recorded(seed: int, **options: Any) -> tuple[History, Recording]:
     return history, history.engine.recorder.recording("m")
 
 
-@pytest.mark.parametrize("seed", cases(range(40), fast=range(25)))
+@pytest.mark.parametrize("seed", cases(range(40), fast=range(15)))
 def test_every_decision_of_a_random_history_is_repeated(seed: int, tmp_path: Path) -> None:
     _, recording = recorded(seed, **options(seed))
     write_recording(recording, tmp_path / "flight.jsonl")

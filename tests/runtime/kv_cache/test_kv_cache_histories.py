@@ -359,7 +359,7 @@ class History:
                         assert self.memory[place] == (group, tuple(seq.token_ids[: position + 1]))
 
 
-@pytest.mark.parametrize("seed", cases(range(250), fast=range(150)))
+@pytest.mark.parametrize("seed", cases(range(250), fast=range(100)))
 def test_random_histories(seed: int) -> None:
     History(seed).run(num_acts=80)
 

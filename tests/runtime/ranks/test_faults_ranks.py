@@ -66,7 +66,7 @@ def run_until_lost(llm: LLM, fault: int) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("target", ["cpp", pytest.param("torch", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("fault", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_rank_ends_the_model(directory: Path, target: str, fault: signal.Signals) -> None:
     with fastgen.load(directory, tensor_parallel=2, target=target) as llm:
         (process,) = followers(os.getpid())

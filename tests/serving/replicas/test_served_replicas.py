@@ -131,6 +131,7 @@ def test_a_stream_that_had_begun_ends_with_an_error_event(replicas: ServerProces
     until_ready(replicas, 2)
 
 
+@pytest.mark.slow
 def test_the_death_of_the_ingress_is_survived(replicas: ServerProcess) -> None:
     (before,) = started_by(replicas.process.pid, INGRESS)
     os.kill(before, signal.SIGKILL)
