@@ -54,10 +54,8 @@ def render(results: Path = RESULTS) -> str:
         machine=machine,
         http_loss=lambda entry, side: serving.shown(serving.loss(entry, side)),
         first_token_added_ms=serving.first_token_added_ms,
-        replica_loss=lambda entry: serving.shown(replicas.loss(entry["rounds"])),
-        replica_added_ms=lambda entry: replicas.first_token_added_ms(
-            [each["first_token_ms"] for each in entry["rounds"]]
-        ),
+        replica_loss=lambda entry: serving.shown(replicas.loss(entry["turns"])),
+        replica_added_ms=lambda entry: replicas.first_token_added_ms(entry["first_token_ms"]),
         least_steady=LEAST_STEADY,
     )
 
