@@ -59,7 +59,7 @@ def run_linear(weight_format: WeightFormat, loader: KernelLoader) -> None:
         packed = launcher.pack(out_features, in_features, num_groups=num_groups)
         for group in range(num_groups):
             packed.group(group).write(0, drawn(out_features, in_features, seed=group))
-            packed.group(group).write_bias(0, drawn(out_features))
+            packed.group(group).bias[:out_features] = drawn(out_features)
         x = draw(num_rows, num_rows * num_groups, 1, in_features + 3)[0].view(num_rows, num_groups, -1)
         out = torch.full((num_rows, num_groups, out_features + 1), torch.nan)
         launcher(x[..., 1:-2], packed, out[..., 1:])

@@ -63,7 +63,7 @@ class Experts:
         packed = self.kernel.pack(out_features, in_features, num_groups=num_experts)
         for expert, (weight, bias) in enumerate(drawn):
             packed.group(expert).write(0, weight)
-            packed.group(expert).write_bias(0, bias)
+            packed.group(expert).bias[:out_features] = bias
         return Weights(packed, drawn)
 
 

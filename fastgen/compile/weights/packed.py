@@ -130,12 +130,6 @@ class PackedWeight:
             self._write_piece(start, rows[:count])
             start, rows = start + count, rows[count:]
 
-    def write_bias(self, start: int, bias: Tensor) -> None:
-        """Writes ``bias [n]`` of outputs ``start`` to ``start + n``. Raises ``ValueError``."""
-        if start < 0 or start + len(bias) > self.out_features or bias.ndim != 1:
-            raise ValueError(f"biases {start} to {start + len(bias)} of a layer with {self.out_features} outputs")
-        self.bias[start : start + len(bias)] = bias
-
     def rows(self, indices: Tensor) -> Tensor:
         """Returns the rows ``indices [n]`` of the weight, dequantized, in fp32: ``[n, in_features]``. Only these rows
         are read."""
