@@ -33,7 +33,7 @@ from fastgen.models.builder import build, kv_groups, kv_shapes, kv_windows
 from fastgen.models.causal_lm import CausalLM
 from fastgen.models.spec import ModelSpec, MoeSpec, NodeRef, TensorSpec
 
-# By what a module of a backend says of its weights.
+# The name of a row by the attribute ``weights`` of a module of a backend.
 _ROWS = {"table": "tables", "matrix": "matrices"}
 _BLOCK_SIZE = 16  # of models whose sizes do not depend on it
 # Numbers of tokens, or of rows, between which kernels' results are recorded.

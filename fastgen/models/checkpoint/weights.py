@@ -104,7 +104,7 @@ def _fills(checkpoint: Checkpoint, assigned: Mapping[str, Sequence[WeightSlot]])
     for name, slots in assigned.items():
         for slot in slots:
             piece = stored_piece(slot.spec) or StoredPiece(None, slot.spec.layout)
-            reads[checkpoint.read(name, piece.stretches)].append(_Fill(slot, piece.layout))
+            reads[checkpoint.read(name, piece.ranges)].append(_Fill(slot, piece.layout))
     return reads
 
 

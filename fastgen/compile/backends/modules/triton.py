@@ -77,13 +77,13 @@ class Linear(StoredLinear):
 
 
 class Add:
-    """Adds ``scale * y`` to ``x`` in place, by the library: it does nothing but this sum."""
+    """Adds ``scale * y`` to ``x`` in place, by the library."""
 
     def __init__(self, scale: float | None):
         self._scale = 1 if scale is None else scale
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """Both are ``[T, H]``; returns ``x``."""
+        """Adds ``scale * y`` to ``x``, both ``[T, H]``, and returns ``x``."""
         library_call(torch.add, x, y, alpha=self._scale, out=x)
         return x
 
