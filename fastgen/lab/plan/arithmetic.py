@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fastgen.arguments import in_gib
 from fastgen.lab.devices.datasheets import GB, GIB, TERA, Link
 from fastgen.lab.devices.roofline import KV_BYTES, Roofline
 from fastgen.lab.plan.arrangements import Arrangement, Question
@@ -114,7 +115,7 @@ def _dtype(question: Question) -> str:
 
 def _gib(size_bytes: float) -> str:
     """Returns a size in GiB, or in MiB where that would be 0.0-something."""
-    return f"{size_bytes / GIB:,.2f} GiB" if size_bytes >= GIB / 10 else _mib(size_bytes)
+    return in_gib(size_bytes) if size_bytes >= GIB / 10 else _mib(size_bytes)
 
 
 def _mib(size_bytes: float) -> str:

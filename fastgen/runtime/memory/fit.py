@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from fastgen.arguments import in_gib
 from fastgen.compile.weights.formats import QuantizedFormat
 from fastgen.errors import FastgenError
 from fastgen.models.builder import kv_windows
 from fastgen.runtime.kv_cache.block_tables import max_blocks_held
-from fastgen.runtime.memory.ledger import MemoryModel, in_gib
+from fastgen.runtime.memory.ledger import MemoryModel
 from fastgen.runtime.memory.sizes import AskedSizes, EngineConfig
 
 # Returns the engine's sizes, or raises a :class:`FastgenError`.
