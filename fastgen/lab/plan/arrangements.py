@@ -30,7 +30,7 @@ class Question:
 
     model: DescribedModel
     device: Datasheet
-    # Devices there are at most.
+    # Most devices to use.
     num_devices: int
     shape: Shape
     slo: SLO | None = None
