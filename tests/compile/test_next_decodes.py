@@ -20,7 +20,7 @@ NUM_SLOTS, MAX_BLOCKS = 7, 5
 
 @dataclass
 class Inputs:
-    """Of a step of decodes. ``positions`` of the rows' slots, the longest tables being full."""
+    """The inputs of a step of decodes. ``positions`` are those of the rows' slots; the longest tables are full."""
 
     slots: list[int]
     positions: list[int]

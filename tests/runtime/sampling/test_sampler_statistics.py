@@ -196,7 +196,7 @@ def test_frequencies_are_the_exact_probabilities(target: str, way: str, axis: st
 @pytest.mark.parametrize("target", ["torch", "cpp"])
 @pytest.mark.parametrize("axis", ["seed", "index", "shift"])
 def test_neighbouring_draws_are_independent(target: str, axis: str) -> None:
-    """Of pairs of neighbours, each of which is counted once."""
+    """Counts pairs of neighbours, each draw in one pair."""
     way = {"temperature": 1.0, "top_k": 4}
     shares, count = exact(way), 2000 if axis == "shift" else NUM_DRAWS
     found = drawn(target, way, axis, count)

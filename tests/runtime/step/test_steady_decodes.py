@@ -219,8 +219,9 @@ def test_a_batch_that_was_built_over_is_not_continued(
 def test_steps_start_early_once_they_have_followed_each_other(
     llm: LLM, counted: Counted, num_requests: int, num_before: int
 ) -> None:
-    """Of 59 decodes 57 continue, the first at position 4, with 4 positions in a block. After some of them the next ones
-    start early, except those that begin a block and the one that would follow the last token."""
+    """57 of 59 decodes continue, the first at position 4, with 4 positions in a block. After some of them the next ones
+    start early, except those that begin a block and the one that would follow the last token.
+    """
     prompts = [[5, 6, 7 + i] for i in range(num_requests)]
     outputs = llm.generate(prompts, max_new_tokens=60, ignore_eos=True, temperature=0)
     early = [position for position in range(4, 62)[num_before:] if position % 4]
