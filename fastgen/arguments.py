@@ -167,7 +167,8 @@ def check(options: object) -> None:
 
 def build(kind: Callable[..., T], given: Mapping[str, Any], **made: Any) -> T:
     """Returns a ``kind`` of the arguments in ``given``, with the dataclasses inside it; ``made`` are fields of it that
-    the caller has made. Arguments of other kinds are passed over."""
+    the caller has made. Arguments of other kinds are passed over.
+    """
     values = dict(made)
     for field, option in _stated(kind):  # type: ignore[arg-type]
         if field.name in made:

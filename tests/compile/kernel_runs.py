@@ -1,5 +1,6 @@
 """Runs every C++ kernel at awkward sizes: zero and one of everything, one more than a vector, a chunk or a panel, and
-rows that are not adjacent. Outputs are checked elsewhere; see ``captured_launches.py``."""
+rows that are not adjacent. Outputs are checked elsewhere; see ``captured_launches.py``.
+"""
 
 from __future__ import annotations
 
@@ -208,7 +209,8 @@ RUNS: dict[str, Run] = {
 
 def names_of(arch: str) -> list[str]:
     """Returns the names of the runs whose arithmetic the instruction set supports. Of one that is emulated only those
-    of its own arithmetic: all others are the same code as on the next one."""
+    of its own arithmetic: all others are the same code as on the next one.
+    """
     if arch in EMULATED:
         return ["attention bf16", *(f"{name} {each}" for name in ("linear", "routed") for each in TILED)]
     beyond = set(FORMATS) - set(formats_of(arch))

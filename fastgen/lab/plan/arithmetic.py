@@ -55,7 +55,8 @@ def _token_line(question: Question, arrangement: Arrangement, fits: Capacity) ->
 
 def time_lines(question: Question, arrangement: Arrangement) -> list[str]:
     """Returns what bounds a decode and a prompt on one copy: first by the datasheet, then as it is reached. Where steps
-    were measured there are none."""
+    were measured there are none.
+    """
     device, found, shape, size = question.device, arrangement.roofline, question.shape, arrangement.tensor_parallel
     if found is None:
         return []

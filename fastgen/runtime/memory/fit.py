@@ -41,7 +41,8 @@ def blocks_of_sequence(memory: MemoryModel, length: int, token_budget: int, bloc
 
 def default_num_blocks(memory: MemoryModel, sized: Callable[[int], EngineConfig], useful: int | None) -> int:
     """Returns as many blocks as the device has memory for, at most the ``useful`` ones, and perhaps none. ``sized``
-    makes an engine's sizes with so many."""
+    makes an engine's sizes with so many.
+    """
     device = memory.device
 
     def fits(num_blocks: int) -> bool:

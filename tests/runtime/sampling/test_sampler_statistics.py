@@ -164,7 +164,8 @@ def drawn(target: str, way: dict[str, Any], axis: str, count: int) -> list[int]:
 
 def chi_square(observed: dict[Any, int], expected: dict[Any, float]) -> tuple[float, float]:
     """Over the cells that expect at least 5, the others taken together; and about its 1 − 1e-6 quantile (Wilson and
-    Hilferty)."""
+    Hilferty).
+    """
     assert set(observed) <= set(expected), "what has no probability was drawn"
     cells = [(observed.get(key, 0), due) for key, due in expected.items() if due >= 5]
     rare = [(observed.get(key, 0), due) for key, due in expected.items() if due < 5]

@@ -236,7 +236,8 @@ def test_a_step_that_was_started_and_dropped_leaves_no_trace(
     llm: LLM, counted: Counted, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """At every place in a block. Every request that continues, arrives then or gets the blocks has the answer that it
-    has alone."""
+    has alone.
+    """
     monkeypatch.setattr(early_start, "STEPS_PER_DECODE", 1)
     engine, prompts = engine_of(llm), [[5, 6, 7], [8, 9]]
     plain = SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=1.0, seed=5)

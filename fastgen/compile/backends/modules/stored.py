@@ -55,7 +55,8 @@ class StoredTable(nn.Module):
 
 class StoredLinear(nn.Module):
     """The stacked weight ``[sum of out, in]`` of several linear layers, in ``dtype`` unless there is a
-    ``weight_format``, and their bias if any has one."""
+    ``weight_format``, and their bias if any has one.
+    """
 
     # Names the row of the memory ledger that counts its weights.
     weights = "matrix"

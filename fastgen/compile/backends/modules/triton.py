@@ -1,5 +1,6 @@
 """The ops of a model by Triton kernels, and by the library that torch calls where it is as fast: weights stored as
-they come, or quantized."""
+they come, or quantized.
+"""
 
 from __future__ import annotations
 

@@ -94,7 +94,8 @@ def few_row_specs(shape: FewRowShape, num_rows: int, split: SplitK, *, needed_by
 
 class FewRowKernel:
     """Launches kernels of :func:`few_row_specs`. ``workspace`` is fp32 and has room for ``workspace_numel`` numbers.
-    Layers may share one, since calls run one after the other."""
+    Layers may share one, since calls run one after the other.
+    """
 
     def __init__(self, main: Kernel, reduce: Kernel | None, workspace: Tensor | None):
         if (reduce is None) != (workspace is None):
@@ -134,7 +135,8 @@ def dequantize_spec(
     in_features: int, weight: WeightOnlyFormat, dtype: str, *, needed_by: tuple[str, ...] = ()
 ) -> KernelSpec:
     """Returns the kernel that dequantizes a weight of ``in_features``, rounded to ``dtype``, for
-    :class:`DequantizeKernel`."""
+    :class:`DequantizeKernel`.
+    """
     block = min(_BLOCK, max(32, power_of_2(in_features)))
     parameters: dict[str, Value] = {"IN": in_features, "weight": weight, "dtype": dtype}
     return KernelSpec(
