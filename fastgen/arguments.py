@@ -48,6 +48,7 @@ def _is_number(value: object) -> bool:
 
 
 AT_LEAST_1 = Check("an integer of at least 1", lambda value: _is_integer(value) and value >= 1)
+WHOLE_FROM_0 = Check("an integer of at least 0", lambda value: _is_integer(value) and value >= 0)
 AT_LEAST_0 = Check("a number of at least 0", lambda value: _is_number(value) and value >= 0)
 ABOVE_0 = Check("a number above 0", lambda value: _is_number(value) and value > 0)
 SECONDS = Check("a number of seconds above 0", ABOVE_0.accepts)
@@ -166,7 +167,8 @@ def check(options: object) -> None:
 
 def build(kind: Callable[..., T], given: Mapping[str, Any], **made: Any) -> T:
     """Returns a ``kind`` of the arguments in ``given``, with the dataclasses inside it; ``made`` are fields of it that
-    the caller has made. Arguments of other kinds are passed over."""
+    the caller has made. Arguments of other kinds are passed over.
+    """
     values = dict(made)
     for field, option in _stated(kind):  # type: ignore[arg-type]
         if field.name in made:
@@ -252,3 +254,8 @@ def parse_bytes(size: int | str, name: str) -> int:
     if match is None or match[2] not in _UNITS or float(match[1]) == 0:
         raise InvalidArgumentError(f"{name}={size!r}: expected a positive number of bytes or a size such as '4GiB'")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def in_gib(size_bytes: float) -> str:
+    """Writes a size for people, with two decimals."""
+    return f"{size_bytes / 2**30:,.2f} GiB"

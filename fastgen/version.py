@@ -1,8 +1,18 @@
-"""The version, and the distribution's name: known whether the package is installed or runs from its source."""
+"""Versions of fastgen and of other packages. fastgen's own is known if it runs from its source too."""
 
 __version__ = "0.1.0"
 # The name for pip, as in pyproject.toml. The distribution ``fastgen`` is another project.
 DISTRIBUTION = "fastgen-llm"
+
+
+def installed_version(package: str) -> str | None:
+    """Returns the version of a package, ``None`` if it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def install_command(extra: str) -> str:

@@ -137,23 +137,24 @@ def headline(data: dict[str, Any], other: dict[str, Any]) -> str:
     """Writes the README's words on speed: the least favourable of all ratios in ``data``, and what is missed there; and
     what looks missed in ``other``, an earlier measurement of more models and formats.
     """
-    here = f"{data['about']['machine']}, {data['about']['threads']} threads"
+    here = f"on {data['about']['machine']} with {data['about']['threads']} threads"
     cells = {
         (model, weight_format, name): each
         for model, weight_format, found in compared(data)
         for name, each in found.items()
     }
     figures = {where: each for where, each in cells.items() if isinstance(each, Figure)}
-    open_ones = len(doubts(other))
-    doubt = f"; {open_ones} more floors look missed, by too few turns" if open_ones else ""
+    num_open = len(doubts(other))
     if not figures:
-        return f"no comparison with OpenVINO, llama.cpp, vLLM has {LEAST_STEADY} steady turns yet, on {here}{doubt}"
+        doubt = f"; {num_open} of the required speeds look missed, with too few turns" if num_open else ""
+        return f"no comparison with OpenVINO, llama.cpp, vLLM has {LEAST_STEADY} steady turns yet, {here}{doubt}"
+    doubt = f"; {num_open} more look missed, with too few turns" if num_open else ""
     (model, weight_format, name), least = min(figures.items(), key=lambda each: each[1].value)
     missed = [each for each in misses(data) if "over the best engine" in each]
     return (
-        f"{least.value:.2f} times the best engine compared so far, and up, on {here} (least: {model}, {weight_format},"
-        f" {name}, {least.engine}); {len(figures)} of {len(cells)} cells have a ratio,"
-        f" {len(missed)} floors missed{doubt}"
+        f"at least {least.value:.2f} times the best other engine, {here}, in the {len(figures)} of {len(cells)}"
+        f" comparisons with enough steady turns (least: {model}, {weight_format}, {name}, {least.engine})."
+        f" Of the required speeds, {len(missed)} are missed{doubt}"
     )
 
 

@@ -90,7 +90,8 @@ def _about(data: Data) -> list[str]:
 
 def machine(data: Data) -> str:
     about = data["about"]
-    return f"{about['machine']}, {about['threads']} threads, Linux {about['kernel']}"
+    version, _, _ = about["kernel"].partition("-")  # the rest names a build of the kernel
+    return f"{about['machine']}, {about['threads']} threads, Linux {version}"
 
 
 def _targets(data: Data, model: str) -> list[str]:

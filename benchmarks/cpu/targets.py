@@ -195,7 +195,7 @@ TARGETS = (
         _by_format(0.85, 0.85),
         _by_format(0.95, 0.95),
     ),
-    Target("prompt of 2048 (W2): int8 over our fp32", over_own_fp32, {"int8": 2.0}, {"int8": 2.5}),
+    Target("prompt of 2048 (W2): int8 over fastgen's fp32", over_own_fp32, {"int8": 2.0}, {"int8": 2.5}),
     Target(
         "mixed serving (W3), over the best engine",
         against_best("W3"),

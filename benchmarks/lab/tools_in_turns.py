@@ -6,9 +6,9 @@ Poisson arrivals, prompts of 64 tokens, answers of 32, no prefix cache. ``PYTHON
 with vLLM, ``PROGRAM`` is guidellm's; a tool that is not named takes no part. Each tool runs in a process of its own.
 
 The values of all turns are pooled, and each figure has its bootstrap interval. Two tools agree where the intervals
-overlap. Beside it stands the mean difference of a turn, as a share of our value, with a t interval of 95 %.
-``docs/lab-metrics.md`` says where definitions differ. vLLM's ITL is the gap between chunks, so it is compared with ours
-between chunks.
+overlap. Beside it stands the mean difference of a turn, as a share of fastgen's value, with a t interval of 95 %.
+``docs/lab-metrics.md`` says where definitions differ. vLLM's ITL is the gap between chunks, so it is compared with
+fastgen's gap between chunks.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from benchmarks.serving import served
 from fastgen.lab.imports.results import read_results
 from fastgen.lab.machine import machine_facts
 from fastgen.lab.metrics.figures import Figure
+from fastgen.lab.metrics.means import MAX_VALUES, mean_interval
 from fastgen.lab.metrics.samples import samples
 from fastgen.lab.metrics.statistics import described
 from fastgen.lab.metrics.summary import Summary, summarize
@@ -44,8 +45,6 @@ FLAGS = "--num-threads 1 --no-prefix-caching"
 OTHERS = ("request_throughput", "output_throughput", "total_input_tokens", "total_output_tokens", "completed")
 # The values of each answered request, in milliseconds, by the latency's name.
 Latencies = dict[str, list[list[float]]]
-# Of the t distribution with n - 1 degrees of freedom, by n: the quantile of a two-sided interval of 95 %.
-T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262, 12: 2.201}
 # vLLM's own program wants to know the version of a package that some builds have under another name.
 _VLLM_BENCH = """
 import argparse
@@ -179,7 +178,7 @@ def compared(
             if mine and theirs is not None and not turn["fastgen"]["invalid"]:
                 shares.append(theirs / mine - 1)
         ours_pooled, our_interval = pooled["fastgen"][name]
-        interval = mean_interval(shares)
+        interval = mean_interval(shares)[1:] if 2 <= len(shares) <= MAX_VALUES else None
         found[name] = {
             "ours": ours_pooled,
             "ours_interval": our_interval,
@@ -195,14 +194,6 @@ def compared(
 
 def overlap(one: Sequence[float], other: Sequence[float]) -> bool:
     return one[0] <= other[1] and other[0] <= one[1]
-
-
-def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Returns the t interval of the mean; ``None`` of a number of values for which there is no quantile here."""
-    if len(values) not in T_QUANTILES:
-        return None
-    mean, half = statistics.fmean(values), T_QUANTILES[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-    return mean - half, mean + half
 
 
 def text(comparison: Mapping[str, Mapping[str, Any]]) -> str:

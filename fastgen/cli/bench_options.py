@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fastgen.arguments import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Check, Option, check
+from fastgen.arguments import ABOVE_0, AT_LEAST_1, WHOLE_FROM_0, Check, Option, check
 
-_WHOLE_FROM_0 = Check(
-    "an integer of at least 0", lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0
-)
 _RAMPS = ("linear", "exponential")
 
 
@@ -27,7 +24,7 @@ class WorkloadOptions:
     num_prompts: Annotated[
         int | None, Option("Number of requests or sessions.", check=AT_LEAST_1, default="the workload's own")
     ] = None
-    seed: Annotated[int, Option("Seed of prompts, lengths and arrivals.", check=_WHOLE_FROM_0)] = 0
+    seed: Annotated[int, Option("Seed of prompts, lengths and arrivals.", check=WHOLE_FROM_0)] = 0
 
     def __post_init__(self) -> None:
         check(self)
@@ -54,7 +51,7 @@ class TrafficOptions:
     ] = None
     ramp_up_strategy: Annotated[
         str | None,
-        Option("linear or exponential: from one rate to another.", check=Check("linear or exponential", _RAMPS.count)),
+        Option("How the rate changes: linear or exponential.", check=Check("linear or exponential", _RAMPS.count)),
     ] = None
     ramp_up_start_rps: Annotated[float | None, Option("The rate at the beginning of a ramp.", check=ABOVE_0)] = None
     ramp_up_end_rps: Annotated[float | None, Option("The rate at the end of a ramp.", check=ABOVE_0)] = None
@@ -63,7 +60,7 @@ class TrafficOptions:
         Option("Closed loop: clients, each of which waits for its answer before it asks again.", check=AT_LEAST_1),
     ] = None
     num_warmups: Annotated[
-        int, Option("Open loop: requests before the run. Clients of a closed loop send one each.", check=_WHOLE_FROM_0)
+        int, Option("Open loop: requests before the run. Clients of a closed loop send one each.", check=WHOLE_FROM_0)
     ] = 1
 
     def __post_init__(self) -> None:
@@ -105,7 +102,7 @@ class OutputOptions:
         Path | None,
         Option("Write raw records (JSON Lines) and the summary (JSON) to this directory.", metavar="DIR", convert=Path),
     ] = None
-    save_result: Annotated[bool, Option("The same, to the current directory.")] = False
+    save_result: Annotated[bool, Option("Write records and summary to the current directory.")] = False
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,7 @@ class SearchOptions:
     ] = 0.9
     start: Annotated[float, Option("The first number of clients, or rate.", check=ABOVE_0)] = 1.0
     resolution: Annotated[
-        float, Option("By rate: how close the ends of the answer shall be, as a share.", check=ABOVE_0)
+        float, Option("By rate: end when the upper bound is within this share of the lower.", check=ABOVE_0)
     ] = 0.05
     seconds: Annotated[float, Option("By rate: how long a run lasts at least.", check=ABOVE_0)] = 30.0
     max_repeats: Annotated[int, Option("Most runs at one level.", check=AT_LEAST_1)] = 4
@@ -154,9 +151,9 @@ class BatchOptions:
     input_len: Annotated[int, Option("Tokens of a prompt.", check=AT_LEAST_1)] = 32
     output_len: Annotated[int, Option("Tokens of an answer.", check=AT_LEAST_1)] = 128
     batch_size: Annotated[int, Option("Requests that are sent at once.", check=AT_LEAST_1)] = 8
-    num_iters_warmup: Annotated[int, Option("Batches before those that count.", check=AT_LEAST_0)] = 3
+    num_iters_warmup: Annotated[int, Option("Batches before those that count.", check=WHOLE_FROM_0)] = 3
     num_iters: Annotated[int, Option("Batches that count.", check=AT_LEAST_1)] = 30
-    seed: Annotated[int, Option("Seed of the prompts.", check=_WHOLE_FROM_0)] = 0
+    seed: Annotated[int, Option("Seed of the prompts.", check=WHOLE_FROM_0)] = 0
 
     def __post_init__(self) -> None:
         check(self)

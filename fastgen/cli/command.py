@@ -41,7 +41,7 @@ class Command(TyperCommand):
         try:
             return list(super().parse_args(ctx, args))
         except Exception as error:  # its class is click's, or that of the copy of click in newer versions of typer
-            unknown = getattr(error, "option_name", None)  # of several letters after one dash only the first
+            unknown = getattr(error, "option_name", None)  # of ``-abc`` it is ``-a``
             for flag in given:
                 if unknown and flag.startswith(unknown) and (advice := hint(flag, own)):
                     raise typer.BadParameter(f"there is no flag {flag}. {advice}", ctx=ctx) from None

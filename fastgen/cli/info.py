@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import platform
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fastgen.cli import options
 from fastgen.options import LoadOptions
-from fastgen.version import __version__
+from fastgen.version import __version__, installed_version
 
 if TYPE_CHECKING:
     from fastgen.compile.host.device import Device
+    from fastgen.models.measure import ModelBuild
     from fastgen.models.shard.plan import ShardPlan
-    from fastgen.models.spec import ModelSpec
     from fastgen.runtime.memory.ledger import Ledger
     from fastgen.runtime.model_source import ModelSource
 
@@ -48,11 +48,11 @@ def info(
         load_options = LoadOptions(model, **load)
         source = ModelSource.open(load_options)
         facts["model"] = _model_facts(source)
-        spec = source.spec
+        build = _build(load_options, source)
         if load_options.tensor_parallel > 1:
-            plan = _plan(load_options, source)
-            facts["tensor_parallel"], spec = _plan_facts(plan), plan.ranks[0]
-        facts["engine"], ledger = _engine(load_options, source, spec)
+            plan = _plan(load_options, build)
+            facts["tensor_parallel"], build = _plan_facts(plan), replace(build, spec=plan.ranks[0])
+        facts["engine"], ledger = _engine(load_options, build)
     if as_json:
         print(json.dumps(facts if ledger is None else facts | {"ledger": ledger.as_json()}))
         return
@@ -68,15 +68,8 @@ def info(
 
 
 def _versions() -> dict[str, str | None]:
-    packages = {package: _installed(package) for package in _PACKAGES}
+    packages = {package: installed_version(package) for package in _PACKAGES}
     return {"python": platform.python_version(), "fastgen": __version__, **packages}
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _device_facts(name: str) -> dict[str, Any]:
@@ -130,16 +123,25 @@ def _model_facts(source: ModelSource) -> dict[str, Any]:
     }
 
 
-def _plan(load_options: LoadOptions, source: ModelSource) -> ShardPlan:
-    """Returns how the model would be split over the ranks."""
+def _build(load_options: LoadOptions, source: ModelSource) -> ModelBuild:
+    """Returns the whole model as ``fastgen.load`` would build it."""
     from fastgen.compile.backends.choose import target_facts
     from fastgen.compile.host.device import current
-    from fastgen.models.shard.plan import plan_shards
+    from fastgen.models.measure import ModelBuild
+    from fastgen.runtime.arrangement import threads_of_rank
     from fastgen.runtime.targets import parse_quantize
 
-    target = target_facts(load_options.target, current(load_options.device), num_threads=load_options.num_threads)
-    weight_format = parse_quantize(load_options.quantize, target.name)
-    return plan_shards(source.spec, load_options.tensor_parallel, source.dtype.itemsize, weight_format)
+    device, quantize = current(load_options.device), load_options.quantize
+    num_threads = threads_of_rank(load_options, device)
+    target = target_facts(load_options.target, device, num_threads=num_threads, quantize=quantize)
+    return ModelBuild(source.spec, source.dtype, target, parse_quantize(quantize, target.name))
+
+
+def _plan(load_options: LoadOptions, build: ModelBuild) -> ShardPlan:
+    """Returns how the model would be split over the ranks."""
+    from fastgen.models.shard.plan import plan_shards
+
+    return plan_shards(build.spec, load_options.tensor_parallel, build.dtype.itemsize, build.weight_format)
 
 
 def _plan_facts(plan: ShardPlan) -> dict[str, Any]:
@@ -154,24 +156,17 @@ def _plan_facts(plan: ShardPlan) -> dict[str, Any]:
     }
 
 
-def _engine(load_options: LoadOptions, source: ModelSource, spec: ModelSpec) -> tuple[dict[str, Any], Ledger]:
-    """Returns the sizes and the memory of an engine of ``spec``, the model or what a rank holds of it, that
-    ``fastgen.load`` would make with these options."""
-    from fastgen.compile.backends.choose import target_facts
+def _engine(load_options: LoadOptions, build: ModelBuild) -> tuple[dict[str, Any], Ledger]:
+    """Returns the sizes and the memory of the engine that ``fastgen.load`` would make. ``build`` is the model, or the
+    part of one rank.
+    """
     from fastgen.compile.host.device import current
-    from fastgen.models.measure import ModelBuild
-    from fastgen.runtime.arrangement import device_of_rank, threads_of_rank
+    from fastgen.runtime.arrangement import device_of_rank
     from fastgen.runtime.config import resolve_engine_config
     from fastgen.runtime.memory.fit import blocks_of_sequence
     from fastgen.runtime.memory.ledger import MemoryModel
-    from fastgen.runtime.targets import parse_quantize
 
-    device = current(load_options.device)
-    quantize = load_options.quantize
-    num_threads = threads_of_rank(load_options, device)
-    target = target_facts(load_options.target, device, num_threads=num_threads, quantize=quantize)
-    weight_format = parse_quantize(quantize, target.name)
-    memory = MemoryModel(ModelBuild(spec, source.dtype, target, weight_format), device_of_rank(device, load_options))
+    memory = MemoryModel(build, device_of_rank(current(load_options.device), load_options))
     config = resolve_engine_config(memory, load_options)
     blocks = blocks_of_sequence(memory, config.max_model_len, config.token_budget, config.block_size)
     sizes = {

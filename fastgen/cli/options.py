@@ -35,7 +35,7 @@ MODEL_HELP = _MODEL.option.help
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 
 _FLAGS = {argument.name: argument.flag for argument in (*LOAD_ARGUMENTS, *SERVE_ARGUMENTS)}
-# Errors are about any argument but these two, whose names are ordinary words.
+# Messages are searched for all names but these two, which are ordinary words.
 _NAMES = "|".join(name for name in _FLAGS if name not in ("host", "name"))
 _ARGUMENT = re.compile(rf"(?<![\w./'\"`-])({_NAMES})\b(=?)(?=(\S?))")
 
@@ -110,8 +110,9 @@ def _given(arguments: Iterable[Argument], values: dict[str, Any]) -> Given:
 
 
 def sampling_fields(given: Given) -> Given:
-    """Reads the fields of ``SamplingParams`` that are texts on the command line, and checks all: before a model is
-    loaded."""
+    """Parses the fields of ``SamplingParams`` that are texts on the command line. Checks all fields, so that errors
+    come before a model is loaded.
+    """
     fields = dict(given)
     if "logit_bias" in fields:
         fields["logit_bias"] = dict(_parse_bias(text) for text in fields["logit_bias"])
@@ -127,8 +128,8 @@ def in_flags(error: FastgenError) -> str:
     """Returns the message of ``error`` with the arguments of ``fastgen.load`` and ``fastgen.serve`` in it
     (``dtype='int3'``) as flags (``--dtype 'int3'``).
 
-    Only an error about arguments means one by its mere name; elsewhere that may be a key of some file. A kernel's error
-    has the kernel's parameters, which are no flags.
+    A bare name is replaced only in an error about arguments; in other errors it may be a key of a file. A kernel's
+    error has the kernel's parameters, which are no flags.
     """
     if isinstance(error, KernelError):
         return str(error)

@@ -10,7 +10,7 @@ import typer
 
 from fastgen.arguments import arguments_of
 from fastgen.cli import options
-from fastgen.cli.plan_options import PlanOptions
+from fastgen.cli.plan_options import ANSWER, DEVICES, PROMPT, PlanOptions
 
 if TYPE_CHECKING:
     from fastgen.lab.plan.arrangements import Question
@@ -26,7 +26,6 @@ _OF_PRESET = (
     *("model", "device", "devices", "tensor_parallel", "prompt", "answer"),
     *("dtype", "max_model_len", "kv_cache_memory", "block_size"),
 )
-_PROMPT, _ANSWER, _DEVICES = 2600, 60, 8
 
 
 @options.with_flags(question=arguments_of(PlanOptions), load=_LOAD)
@@ -49,8 +48,8 @@ def plan(
     from fastgen.lab.plan.text import as_text
 
     asked = PlanOptions(**question)
-    post = None if asked.preset is None else preset(asked.preset)
-    given = {} if post is None else {name: getattr(post, name) for name in _OF_PRESET}
+    chosen = None if asked.preset is None else preset(asked.preset)
+    given = {} if chosen is None else {name: getattr(chosen, name) for name in _OF_PRESET}
     given |= {name: value for name, value in (("model", model), *question.items(), *load.items()) if value is not None}
     if not given.get("model") or not given.get("device"):
         raise typer.BadParameter("give MODEL and --device, or --preset")
@@ -58,10 +57,10 @@ def plan(
         _question(asked, given), simulates=asked.simulate, progress=_report if sys.stderr.isatty() else None
     )
     if as_json:
-        print(json.dumps(plan_json(found) | ({} if post is None else {"preset": _preset_facts(post)})))
+        print(json.dumps(plan_json(found) | ({} if chosen is None else {"preset": _preset_facts(chosen)})))
         return
-    if post is not None:
-        print(post.title, *post.sheet.lines(), f"the post: {post.says}", sep="\n  ", end="\n\n")
+    if chosen is not None:
+        print(chosen.title, *chosen.sheet.lines(), f"published: {chosen.says}", sep="\n  ", end="\n\n")
     print(as_text(found))
 
 
@@ -83,8 +82,8 @@ def _question(asked: PlanOptions, given: dict[str, Any]) -> Question:
     return Question(
         model=describe(given["model"], dtype=given.get("dtype", "auto"), recipe=given.get("recipe")),
         device=datasheet(given["device"]),
-        num_devices=given.get("devices") or tensor_parallel or _DEVICES,
-        shape=Shape(given.get("prompt", _PROMPT), given.get("answer", _ANSWER)),
+        num_devices=given.get("devices") or tensor_parallel or DEVICES,
+        shape=Shape(given.get("prompt", PROMPT), given.get("answer", ANSWER)),
         slo=None if asked.slo is None else parse_slo(asked.slo.split(",")),
         tensor_parallel=tensor_parallel,
         token_budget=given.get("token_budget"),
@@ -105,8 +104,8 @@ def _question(asked: PlanOptions, given: dict[str, Any]) -> Question:
     )
 
 
-def _preset_facts(post: Preset) -> dict[str, Any]:
-    return {"title": post.title, "says": post.says, **post.sheet.as_json()}
+def _preset_facts(chosen: Preset) -> dict[str, Any]:
+    return {"title": chosen.title, "says": chosen.says, **chosen.sheet.as_json()}
 
 
 def _report(what: str) -> None:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 from fastgen.arguments import ABOVE_0, AT_LEAST_1, Check, Option, check
 
+# Defaults where neither the command line nor a preset says it.
+PROMPT, ANSWER, DEVICES = 2600, 60, 8
 _SHARE = Check("a number above 0 and at most 1", lambda value: ABOVE_0.accepts(value) and value <= 1)
 
 
@@ -21,13 +23,13 @@ class PlanOptions:
         Option("A100-80, A6000, H100, H200, A10G, RTX-4090, or cpu for this machine.", default="the preset's"),
     ] = None
     devices: Annotated[
-        int | None, Option("Devices there are at most.", check=AT_LEAST_1, default="8, or --tensor-parallel")
+        int | None, Option("Most devices to use.", check=AT_LEAST_1, default=f"{DEVICES}, or --tensor-parallel")
     ] = None
     tensor_parallel: Annotated[
         int | None, Option("Devices that share a copy of the model.", check=AT_LEAST_1, default="the best")
     ] = None
-    prompt: Annotated[int | None, Option("Tokens of a prompt.", check=AT_LEAST_1, default="2600")] = None
-    answer: Annotated[int | None, Option("Tokens of an answer.", check=AT_LEAST_1, default="60")] = None
+    prompt: Annotated[int | None, Option("Tokens of a prompt.", check=AT_LEAST_1, default=str(PROMPT))] = None
+    answer: Annotated[int | None, Option("Tokens of an answer.", check=AT_LEAST_1, default=str(ANSWER))] = None
     slo: Annotated[
         str | None,
         Option(
@@ -37,7 +39,9 @@ class PlanOptions:
         ),
     ] = None
     attainment: Annotated[float, Option("Share of the answers that keep the limits.", check=_SHARE)] = 0.99
-    clients: Annotated[int | None, Option("Clients of a copy.", check=AT_LEAST_1, default="the best number")] = None
+    clients: Annotated[
+        int | None, Option("Clients of each copy of the model.", check=AT_LEAST_1, default="the best number")
+    ] = None
     rate: Annotated[
         float | None,
         Option(
@@ -72,9 +76,11 @@ class PlanOptions:
     ] = None
     preset: Annotated[
         str | None,
-        Option("A post's question: mistral-7b-24gb or falcon-40b-4x24gb.", metavar="NAME", default="no preset"),
+        Option(
+            "A question that was published: mistral-7b-24gb or falcon-40b-4x24gb.", metavar="NAME", default="no preset"
+        ),
     ] = None
-    simulate: Annotated[bool, Option("Run the best points with the scheduler, in virtual time.")] = True
+    simulate: Annotated[bool, Option("Run the best arrangements with the scheduler, in virtual time.")] = True
 
     def __post_init__(self) -> None:
         check(self)

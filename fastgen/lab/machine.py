@@ -6,11 +6,10 @@ import os
 import platform
 import subprocess
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from fastgen.version import __version__
+from fastgen.version import __version__, installed_version
 
 _PACKAGES = ("torch", "triton", "transformers", "numpy")
 
@@ -18,7 +17,7 @@ _PACKAGES = ("torch", "triton", "transformers", "numpy")
 @cache
 def machine_facts() -> dict[str, Any]:
     """Returns processor, cores, kernel, versions and, in a git checkout, the commit of fastgen."""
-    packages = {name: _installed(name) for name in _PACKAGES}
+    packages = {name: installed_version(name) for name in _PACKAGES}
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -36,13 +35,6 @@ def _processor() -> str:
         return names[0].partition(":")[2].strip()
     except (OSError, IndexError):
         return platform.processor()
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

@@ -47,7 +47,7 @@ class LayerKVCache:
 
 
 def storage_places(groups: Sequence[int], shapes: Sequence[KVShape]) -> list[tuple[KVShape, int]]:
-    """For each layer, which storage it uses: its shape, and how many layers of its group stand before it.
+    """Returns for each layer which storage it uses: its shape, and how many layers of its group stand before it.
 
     ``groups[i]`` is the KV group of layer ``i``, ``shapes[group]`` what its layers keep. A block id belongs to one
     group at a time, so the n-th layers of all groups of one shape share a storage.

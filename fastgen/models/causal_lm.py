@@ -1,4 +1,4 @@
-"""The ragged-batch model a spec is built into."""
+"""The model that is built from a model spec. It computes ragged batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Module = Attention | LatentAttention | Mlp | Moe
 
 
 class Part(nn.Module):
-    """``module(x)`` of what ``read`` reads."""
+    """Applies ``module`` to what ``read`` returns."""
 
     def __init__(self, read: Reader, module: Module):
         super().__init__()
@@ -39,7 +39,7 @@ class Branch(nn.Module):
 
     ``read`` reads the stream for all parts; without it each part reads the stream itself. The sum stays pending on the
     stream; ``read_sum``, if there is one, adds and norms it at once, and the stream continues with the result.
-    ``add_part`` sums the results of two parts, ``sum_ranks`` what ranks have of the sum.
+    ``add_part`` sums the results of two parts, ``sum_ranks`` adds the parts of all ranks.
     """
 
     def __init__(

@@ -11,14 +11,13 @@ from typing import Any
 from fastgen.compile.ops.activation.reference import ACTIVATIONS
 from fastgen.models.spec import BranchSpec, Layout, MlpSpec, ModelSpec, NodeRef, PartSpec, RouterSpec, TensorSpec
 
-# A digest.
 Fingerprint = bytes
 
 
 def fingerprint(spec: ModelSpec) -> Fingerprint:
     """Returns a digest of ``spec`` without the names of the recipe and its branches and without node locations.
 
-    Equivalent ways to describe the same computation have the same digest: see :func:`_usual`.
+    Equivalent ways to describe the same computation have the same digest: see :func:`_canonical`.
     """
     pieces: list[object] = []
     left: list[object] = [spec]
@@ -26,7 +25,7 @@ def fingerprint(spec: ModelSpec) -> Fingerprint:
         value = left.pop()
         if isinstance(value, NodeRef):
             continue
-        value = _usual(value)
+        value = _canonical(value)
         if isinstance(value, tuple):
             pieces.append(len(value))
             left.extend(value)
@@ -38,12 +37,12 @@ def fingerprint(spec: ModelSpec) -> Fingerprint:
     return hashlib.blake2b(repr(pieces).encode(), digest_size=16).digest()
 
 
-def _usual(value: object) -> object:
+def _canonical(value: object) -> object:
     """Returns the canonical form of ``value``.
 
     The norm of a branch's only part becomes the norm of the branch, if that has none. Softmax over all experts, with
-    the chosen weights divided by their sum, becomes softmax over the chosen experts. Activations and the axes of a
-    layout get one of their names.
+    the chosen weights divided by their sum, becomes softmax over the chosen experts. An activation or an axis with
+    several names gets one of them.
     """
     match value:
         case BranchSpec(norm=None, parts=(PartSpec() as part,)):
@@ -56,14 +55,14 @@ def _usual(value: object) -> object:
             same = ACTIVATIONS[activation]
             return replace(value, activation=next(name for name, other in ACTIVATIONS.items() if other is same))
         case TensorSpec(layout=Layout() as layout):
-            return replace(value, layout=_usual_layout(layout))
+            return replace(value, layout=_canonical_layout(layout))
     return value
 
 
-def _usual_layout(layout: Layout) -> Layout | None:
+def _canonical_layout(layout: Layout) -> Layout | None:
     """Returns ``layout`` with axes named by their role, adjacent row axes merged; ``None`` if it changes nothing.
 
-    Axes of size 1 are left out, so layouts with several stored axes differ by the stored shape of the tensor.
+    Axes of size 1 are left out; the tensor's stored shape, which is part of the digest, has them.
     """
     sizes, groups = dict(layout.sizes), list[str]()
     for group in re.findall(r"\(([^)]*)\)|(\w+)", layout.pattern):

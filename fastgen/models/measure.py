@@ -33,7 +33,7 @@ from fastgen.models.builder import build, kv_groups, kv_shapes, kv_windows
 from fastgen.models.causal_lm import CausalLM
 from fastgen.models.spec import ModelSpec, MoeSpec, NodeRef, TensorSpec
 
-# By what a module of a backend says of its weights.
+# The name of a row by the attribute ``weights`` of a module of a backend.
 _ROWS = {"table": "tables", "matrix": "matrices"}
 _BLOCK_SIZE = 16  # of models whose sizes do not depend on it
 # Numbers of tokens, or of rows, between which kernels' results are recorded.
@@ -44,7 +44,8 @@ _MAX_FEW_ROWS = 64
 @dataclass(frozen=True)
 class ModelBuild:
     """A model as it is going to be built: for which ``target``, in which ``dtype``, and the format of its matrices if
-    that is another ``weight_format``."""
+    that is another ``weight_format``.
+    """
 
     spec: ModelSpec
     dtype: torch.dtype
@@ -65,7 +66,8 @@ class ModelBuild:
 class WeightBytes:
     """Bytes of a model's weights. ``tables`` are the embedding, learned positions and the head, a tied one once;
     ``matrices`` the linear layers with their biases, scales and padding; ``norms`` all other parameters; ``rotary`` the
-    tables of cosines and sines; ``page_rests`` what packed weights leave of their last huge pages."""
+    tables of cosines and sines; ``page_rests`` what packed weights leave of their last huge pages.
+    """
 
     tables: int = 0
     matrices: int = 0
@@ -122,7 +124,8 @@ class MeasuredModel:
 
     def forward(self, num_tokens: int, length: int, block_size: int) -> Allocations:
         """Returns what the modules allocate in a step of ``num_tokens`` tokens, of sequences of up to ``length`` in
-        blocks of ``block_size``."""
+        blocks of ``block_size``.
+        """
         if self.runs_kernels:  # which leave results of the step's tokens and nothing else
             return self._line_of_tokens(num_tokens)
         windows = [each for each in kv_windows(self.build.spec) if each is not None]
@@ -254,14 +257,16 @@ def _kept_layers(kinds: list[Hashable]) -> list[int]:
 
 def _longest_seen(length: int, window: int, num_new: int, block_size: int) -> int:
     """Returns the length up to ``length`` at which ``num_new`` new tokens see most keys, in blocks that begin before
-    the window does."""
+    the window does.
+    """
     surplus = (length - num_new - window + 2) % block_size
     return max(num_new, length - surplus) if length > num_new + window else length
 
 
 def _batch(num_tokens: int, length: int, block_size: int, num_groups: int, *, reads_lengths: bool) -> RaggedBatch:
     """Returns the batch of a chunk of ``num_tokens`` tokens, or as many as a sequence of ``length`` has, and padding.
-    Lengths are on the host if the modules read them."""
+    Lengths are on the host if the modules read them.
+    """
 
     def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=META)

@@ -9,12 +9,12 @@ from typing import Literal
 
 import torch
 
-from fastgen.arguments import parse_bytes
+from fastgen.arguments import in_gib, parse_bytes
 from fastgen.errors import InvalidArgumentError, OutOfMemoryError
 from fastgen.models.spec import ModelSpec
 from fastgen.options import LoadOptions
 from fastgen.runtime.memory.fit import blocks_of_sequence, default_num_blocks, nearest_that_fits
-from fastgen.runtime.memory.ledger import MemoryModel, in_gib
+from fastgen.runtime.memory.ledger import MemoryModel
 from fastgen.runtime.memory.sizes import AskedSizes, EngineConfig
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

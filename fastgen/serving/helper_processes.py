@@ -59,11 +59,6 @@ class HelperProcesses:
         self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
         self._is_closed = False
 
-    @property
-    def pids(self) -> list[int]:
-        """Returns the ids of the running processes."""
-        return [process.pid for process in list(self._processes) if process.is_alive]
-
     def start(self) -> None:
         """Starts one process before it is needed, because that takes a second. Raises ``FastgenError`` if that
         fails.

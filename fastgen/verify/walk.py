@@ -225,7 +225,7 @@ def _rotated_deviation(ours: Tensor, theirs: Tensor, attention: AttentionSpec | 
 def rows_of(tensor: TensorSpec, output: Tensor) -> Tensor | None:
     """Returns the part of a module's output ``[T, rows as stored]`` for the parameter of ``tensor``, rows in order.
 
-    Returns ``None`` if the inputs have no axis of their own: then no row of the stored matrix makes one output.
+    Returns ``None`` if the inputs share a stored axis with others, because then no stored row belongs to one output.
     """
     layout = tensor.layout
     if layout is None:

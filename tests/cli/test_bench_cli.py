@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from fastgen.cli.bench_options import BatchOptions
+from fastgen.errors import InvalidArgumentError
 from fastgen.lab.metrics.figures import UNITS
 from fastgen.lab.metrics.goodput import SLO
 from fastgen.lab.metrics.summary import summarize
@@ -109,6 +111,13 @@ def test_bad_input_gets_a_sentence(run: Run, flags: tuple[str, ...], said: str) 
     assert done.status in (1, 2)
     assert said in " ".join(done.err.split())
     assert "Traceback" not in done.err
+
+
+def test_a_number_of_batches_is_whole() -> None:
+    assert BatchOptions(num_iters_warmup=0).num_iters_warmup == 0
+    for wrong in (-1, 2.5, True):
+        with pytest.raises(InvalidArgumentError, match=f"num_iters_warmup={wrong}: expected an integer of at least 0"):
+            BatchOptions(num_iters_warmup=wrong)  # type: ignore[arg-type]
 
 
 def test_what_is_measured_must_be_named(run: Run) -> None:

@@ -1,5 +1,6 @@
 """Runs every C++ kernel at awkward sizes: zero and one of everything, one more than a vector, a chunk or a panel, and
-rows that are not adjacent. Outputs are checked elsewhere; see ``captured_launches.py``."""
+rows that are not adjacent. Outputs are checked elsewhere; see ``captured_launches.py``.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def run_linear(weight_format: WeightFormat, loader: KernelLoader) -> None:
         packed = launcher.pack(out_features, in_features, num_groups=num_groups)
         for group in range(num_groups):
             packed.group(group).write(0, drawn(out_features, in_features, seed=group))
-            packed.group(group).write_bias(0, drawn(out_features))
+            packed.group(group).bias[:out_features] = drawn(out_features)
         x = draw(num_rows, num_rows * num_groups, 1, in_features + 3)[0].view(num_rows, num_groups, -1)
         out = torch.full((num_rows, num_groups, out_features + 1), torch.nan)
         launcher(x[..., 1:-2], packed, out[..., 1:])
@@ -208,7 +209,8 @@ RUNS: dict[str, Run] = {
 
 def names_of(arch: str) -> list[str]:
     """Returns the names of the runs whose arithmetic the instruction set supports. Of one that is emulated only those
-    of its own arithmetic: all others are the same code as on the next one."""
+    of its own arithmetic: all others are the same code as on the next one.
+    """
     if arch in EMULATED:
         return ["attention bf16", *(f"{name} {each}" for name in ("linear", "routed") for each in TILED)]
     beyond = set(FORMATS) - set(formats_of(arch))

@@ -79,7 +79,7 @@ class Layer:
         packed = PackedWeight(self.format, *weight.shape, self.arch)
         packed.write(0, weight)
         if bias is not None:
-            packed.write_bias(0, bias)
+            packed.bias[: len(bias)] = bias
         return packed
 
     def run(self, x: Tensor, packed: PackedWeight) -> Tensor:

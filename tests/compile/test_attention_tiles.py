@@ -11,7 +11,7 @@ from tests.compile.attention_cases import SHIPPED
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100"])
 def test_prompts_fetch_the_next_keys_while_they_compute(arch: str) -> None:
-    """Of n stages Triton has (n - 1) // 2 for keys and values, and these need two."""
+    """Triton uses (n - 1) // 2 of n stages for keys and values, and these kernels need two."""
     for name, shape in SHIPPED.items():
         if shape.dtype != "fp32":
             assert (chunk_tiling(shape, arch).num_stages - 1) // 2 == 2, name

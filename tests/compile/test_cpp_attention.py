@@ -108,7 +108,9 @@ class Batch:
         return 0 if window is None else max(0, num_cached - window + 1) // self.shape.block_size
 
     def expected(self, v: Tensor | None = None) -> Tensor:
-        """Of other values, where these are given. Queries are rounded where the kernel that :meth:`computed` does."""
+        """Returns the reference's result, with other values ``v`` if they are given. Queries are rounded where the
+        kernel of :meth:`computed` rounds them.
+        """
         alibi = None if self.slopes is None else Alibi(self.slopes, scaled=self.shape.alibi == "scaled")
         return paged_attention(
             self.q.bfloat16().float() if self.rounds else self.q,

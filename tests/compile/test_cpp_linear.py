@@ -142,7 +142,7 @@ def test_heads_have_weights_of_their_own(make: Layer, pool: ThreadPool) -> None:
         packed = make.kernel.pack(out_features, in_features, num_groups=num_heads)
         for head, (_, weight, bias) in enumerate(drawn):
             packed.group(head).write(0, weight)
-            packed.group(head).write_bias(0, bias)
+            packed.group(head).bias[:out_features] = bias
         x = torch.full((num_rows, num_heads, in_features + 5), torch.nan)
         x[..., 2:-3] = torch.stack([rows for rows, _, _ in drawn], dim=1)
         for num_threads in (1, 3):
@@ -248,7 +248,6 @@ def test_what_does_not_fit_is_refused(pool: ThreadPool) -> None:
         (lambda: packed.write(6, torch.ones(3, 16)), ValueError, "do not fit"),
         (lambda: packed.write(0, torch.ones(3, 15)), ValueError, "do not fit"),
         (lambda: packed.write(-1, torch.ones(3, 16)), ValueError, "do not fit"),
-        (lambda: packed.write_bias(7, torch.ones(2)), ValueError, "8 outputs"),
         (lambda: PackedWeight("fp8", 8, 16, HERE), InvalidArgumentError, "weight format 'fp8'"),  # type: ignore[arg-type]
         (lambda: PackedWeight("fp32", 0, 16, HERE), InvalidArgumentError, "0 x 16"),
         (lambda: PackedWeight("int8", 1, 200_000, HERE), InvalidArgumentError, "200000"),

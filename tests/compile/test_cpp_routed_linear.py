@@ -63,7 +63,7 @@ class Experts:
         packed = self.kernel.pack(out_features, in_features, num_groups=num_experts)
         for expert, (weight, bias) in enumerate(drawn):
             packed.group(expert).write(0, weight)
-            packed.group(expert).write_bias(0, bias)
+            packed.group(expert).bias[:out_features] = bias
         return Weights(packed, drawn)
 
 
@@ -73,7 +73,7 @@ def sort(experts: Tensor, num_experts: int) -> SortedChoices:
 
 
 def draw_choices(rng: random.Random, num_tokens: int, num_experts: int, top_k: int) -> Tensor:
-    """Of all experts, of one alone or of a few, so that others go empty."""
+    """Draws choices from all experts, from one or from a few, so that others go empty."""
     open_experts = rng.choice([range(num_experts), [rng.randrange(num_experts)], range(num_experts // 2, num_experts)])
     chosen = [[rng.choice(list(open_experts)) for _ in range(top_k)] for _ in range(num_tokens)]
     return torch.tensor(chosen, dtype=torch.int64).view(num_tokens, top_k)

@@ -386,7 +386,7 @@ def test_equal_logits_are_drawn_evenly_at_the_smallest_temperatures() -> None:
 
 @pytest.mark.parametrize("vocab_size", [1, 100, 3001])
 def test_log_probabilities(arch: str, vocab_size: int) -> None:
-    """Of the raw logits, whatever is done to them before a token is drawn."""
+    """Log-probabilities are those of the raw logits, whatever is done to them before a token is drawn."""
     rng = Random(f"logprobs {vocab_size}")
     logits = torch.randn(12, vocab_size, generator=torch.Generator().manual_seed(5)) * 4
     logits[0] = torch.where(torch.arange(vocab_size) % 9 == 0, 2.0, -INF)  # equals, and few of them

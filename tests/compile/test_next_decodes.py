@@ -20,7 +20,7 @@ NUM_SLOTS, MAX_BLOCKS = 7, 5
 
 @dataclass
 class Inputs:
-    """Of a step of decodes. ``positions`` of the rows' slots, the longest tables being full."""
+    """The inputs of a step of decodes. ``positions`` are those of the rows' slots; the longest tables are full."""
 
     slots: list[int]
     positions: list[int]
@@ -29,7 +29,8 @@ class Inputs:
 
     def built(self, num_steps: int, ids: list[int]) -> list[Tensor]:
         """After ``num_steps`` the input ids, whose they are on the device, positions, lengths, slots and the positions
-        of the tokens to be sampled, each written down by its definition."""
+        of the tokens to be sampled, each written down by its definition.
+        """
         positions = [position + num_steps for position in self.positions]
         lengths = [100 + slot for slot in range(NUM_SLOTS)]  # other slots keep theirs
         for slot, position in zip(self.slots, positions, strict=True):

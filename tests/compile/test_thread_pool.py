@@ -48,7 +48,7 @@ def address_of(run: ctypes._CFunctionType) -> int:
 
 
 def pool_threads() -> dict[str, dict[str, str]]:
-    """Of each thread of the pool that is not its caller: what the system says of it."""
+    """Returns what the system says of each thread of the pool but its caller."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         try:

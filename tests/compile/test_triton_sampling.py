@@ -25,7 +25,7 @@ from fastgen.compile.ops.sampling.reference import (
     sample,
 )
 from fastgen.compile.ops.sampling.reference import row_status as reference_status
-from fastgen.compile.ops.sampling.triton import SamplingKernel, SlotSampling, sampling_specs, token_status
+from fastgen.compile.ops.sampling.triton import SamplingKernel, SlotSampling, sampling_specs
 
 CPU = torch.device("cpu")
 INF = float("inf")
@@ -262,7 +262,6 @@ def test_rows_that_cannot_be_sampled_say_so_and_disturb_no_other(loader: KernelL
     for row in (0, 13):
         first = [not_finite, not_finite, nothing_left, 99, not_finite, 63, nothing_left, 69, nothing_left, 40]
         assert found[row : row + 10] == first
-    assert [token_status(token) for token in (7, -1, -2)] == list(RowStatus)
 
 
 def test_rows_without_a_slot_are_left_alone(loader: KernelLoader) -> None:

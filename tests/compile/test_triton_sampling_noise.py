@@ -67,7 +67,7 @@ def chi_square(observed: Tensor, expected: Tensor) -> tuple[float, float]:
 
 
 def frequencies(kernels: SamplingKernel, logits: Tensor, num_draws: int) -> Iterator[Tensor]:
-    """Of the tokens drawn for one row's logits, by slot, at positions in turn."""
+    """Yields how often each token is drawn for one row's logits, slot by slot, at positions in turn."""
     slots = torch.arange(kernels.max_slots, dtype=torch.int32).repeat_interleave(num_draws)
     positions = torch.arange(num_draws, dtype=torch.int32).repeat(kernels.max_slots)
     kernels(logits.expand(len(slots), -1).contiguous(), slots, positions)

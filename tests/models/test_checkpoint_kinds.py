@@ -64,7 +64,7 @@ def test_an_adapter_whose_configuration_says_nothing(tmp_path: Path, text: str) 
 
 
 def test_formats_are_known_by_names_alone() -> None:
-    """Of a repository on the hub only the names are known."""
+    """Names are all that is known of a repository on the hub."""
     assert "GGUF" in str(other_format(["README.md", "a.gguf"]))
     assert "diffusers" in str(other_format(["model_index.json", "unet"]))
     assert "ONNX" in str(other_format(["model.onnx"]))

@@ -51,7 +51,7 @@ def test_what_is_streamed_is_the_piece_and_no_more(recipe: str, tmp_path: Path) 
         piece = stored_piece(tensor)
         if piece is None:
             continue
-        read = checkpoint.read(tensor.names[0], piece.stretches)
+        read = checkpoint.read(tensor.names[0], piece.ranges)
         ((_, found),) = checkpoint.stream([read])
         assert found.nbytes == read.size_bytes == 4 * math.prod(tensor.shape)
         own = found if piece.layout is None else arrange(piece.layout, found)
@@ -72,7 +72,7 @@ def test_a_bin_file_gives_pieces_too(tmp_path: Path) -> None:
     (tensor, *_) = (each for each in shard(spec, Rank(1, 2)).tensors() if each.layout and each.layout.part)
     piece = stored_piece(tensor)
     assert piece is not None
-    read = checkpoint.read(tensor.names[0], piece.stretches)
+    read = checkpoint.read(tensor.names[0], piece.ranges)
     ((_, found),) = stream_tensors(file, [read], window_bytes=1 << 20)
     assert found.untyped_storage().nbytes() == read.size_bytes
 

@@ -32,14 +32,14 @@ def test_the_readme_quotes_the_least_favourable_ratio_or_none() -> None:
         "about": {"machine": "a CPU", "threads": 2, "kernel": "6"}, "engines": {}, "samples": [], "steps": [],
         "turns": [turn("llama.cpp", each, 100) for each in (130, 140, 150, 160, 170)],
     }  # fmt: skip
-    none = "no comparison with OpenVINO, llama.cpp, vLLM has 6 steady turns yet, on a CPU, 2 threads"
-    assert headline(cpu, cpu) == f"{none}; 1 more floors look missed, by too few turns"
+    none = "no comparison with OpenVINO, llama.cpp, vLLM has 6 steady turns yet, on a CPU with 2 threads"
+    assert headline(cpu, cpu) == f"{none}; 1 of the required speeds look missed, with too few turns"
     assert doubts(cpu) == ["llama-110m, int8: one stream (W1), floor 1.6"]
     cpu["turns"] += [turn("llama.cpp", 180, 100)]
     cpu["turns"] += [turn("openvino-genai", 170, 100) | {"workload": "W4"} for _ in range(6)]
     assert headline(cpu, cpu) == (
-        "1.00 times the best engine compared so far, and up, on a CPU, 2 threads (least: llama-110m, int8, W4,"
-        " openvino-genai); 2 of 16 cells have a ratio, 2 floors missed"
+        "at least 1.00 times the best other engine, on a CPU with 2 threads, in the 2 of 16 comparisons with enough"
+        " steady turns (least: llama-110m, int8, W4, openvino-genai). Of the required speeds, 2 are missed"
     )
 
 

@@ -87,7 +87,7 @@ def _as_pattern(response_format: dict[str, Any], grammar: str, text: str) -> Cas
 
 
 def _fixed_schema(schema: dict[str, Any], text: str) -> Case:
-    """Of a schema that says what the regular expression ``text`` says, where ``~`` is whitespace."""
+    """Returns the case of a schema that says what the regular expression ``text`` says, where ``~`` is whitespace."""
     options = {"x-guidance": {"whitespace_pattern": WHITESPACE.replace("{0", "{1")}}
     grammar = f"start: %json {json.dumps(schema | options)}"
     return _as_pattern({"type": "json_schema", "schema": schema}, grammar, text.replace("~", WHITESPACE))

@@ -55,7 +55,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def drawn_request(index: int) -> tuple[list[int], SamplingParams]:
-    """Of each four one has a known format, two a drawn schema, and one none."""
+    """Returns a request: of each four, one has a known format, two have a drawn schema, and one has none."""
     rng = random.Random(f"request {index}")
     fields = dict(WAYS[index // 4 % len(WAYS)])
     match index % 4:

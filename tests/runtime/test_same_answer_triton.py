@@ -100,7 +100,7 @@ def certain(directory: Path, quantize: str | None) -> list[list[int]]:
 
 
 def answers(llm: LLM, order: list[int]) -> list[GenerationOutput]:
-    """Of all requests, which arrive together in this order."""
+    """Returns the answers to all requests, which arrive together in this order."""
     outputs = llm.generate([PROMPTS[index] for index in order], [SAMPLINGS[index] for index in order])
     return [outputs[order.index(index)] for index in range(len(order))]
 

@@ -153,7 +153,7 @@ def test_what_was_computed_for_rejected_drafts_is_not_used(directory: Path, alon
 def answers_by_torch(
     directory: Path, prompts: list[list[int]], samplings: list[SamplingParams]
 ) -> tuple[list[GenerationOutput], list[int]]:
-    """Of each request by itself, and how many tokens of each come before one that was won narrowly."""
+    """Returns each request's answer by itself, and how many of its tokens come before one that was won narrowly."""
     with fastgen.load(directory, target="torch", dtype="float32") as llm:
         outputs = [
             llm.generate(prompt, replace(sampling, logprobs=llm.spec.vocab_size))

@@ -46,7 +46,7 @@ class Elements(HTMLParser):
             self.inline += data
 
     def values(self, *names: str) -> list[str]:
-        """Of the attributes with these names."""
+        """Returns the values of the attributes with these names."""
         return [value for _, attributes in self.found for name, value in attributes.items() if value and name in names]
 
 

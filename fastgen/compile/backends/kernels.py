@@ -1,4 +1,4 @@
-"""The kernels of one model: ops ask for them while they are made, and all are built at once afterwards."""
+"""The kernels of one model. Ops ask for them while the ops are made; then all are built at once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ class _LaterKernel:
         self.kernel: Kernel | None = None
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
-        if self.kernel is None and (listener := recorder()) is not None:  # a step can be described before that
+        if (
+            self.kernel is None and (listener := recorder()) is not None
+        ):  # a step can be recorded before kernels are built
             listener.launch(self, grid, arguments)
             return
         assert self.kernel is not None, f"{self.spec.name} is called before it is built"

@@ -63,7 +63,7 @@ class Loader(Protocol):
 
 @dataclass(frozen=True)
 class Way:
-    """One of the ways: ``choice`` distinguishes it from the others, as plain data, ``specs`` are its kernels.
+    """A way to compute an op. ``choice``, plain data, distinguishes it from the others; ``specs`` are its kernels.
 
     ``beside`` are kernels that it launches too, and on which the choice does not depend. ``start`` prepares it on the
     device and returns the call to be timed, and the tensor that the call fills.
@@ -224,12 +224,14 @@ def _measure_on_gpu(run: Callable[[], None]) -> float:
 
 @cache
 def _measuring_stream(device_index: int) -> torch.cuda.Stream:
-    """One for all measurements: for each stream that its library multiplies on, torch keeps memory for good."""
+    """Returns the one stream of all measurements, since torch keeps memory for each stream on which its library
+    multiplies.
+    """
     return torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
 
 
 def _same(out: Tensor, expected: Tensor) -> bool:
-    """Numbers, and the default's up to what the order of sums and rounding may change."""
+    """Returns whether ``out`` is finite and equals ``expected``, up to what rounding and the order of sums change."""
     largest = expected.abs().amax().float()
     difference = (out.float() - expected.float()).abs().amax()
     return bool(largest.isfinite() and difference <= _TOLERANCES.get(out.dtype, _TOLERANCE) * largest)

@@ -41,6 +41,7 @@ from fastgen.errors import BundleError
 _MANIFEST = "bundle.json"
 _KERNELS, _MODULES = "kernels", "modules"
 _FORMAT = 2
+# Flags that may be repeated; their values in ``about`` are separated by spaces.
 _REPEATED = ("allow_config_key",)
 # The settings in ``about`` that decide which kernels a bundle has.
 _DECIDING = ("dtype", "quantize", "block_size")
@@ -205,8 +206,8 @@ class SealedLoader(KernelLoader):
         self.fence.close(f"this engine runs from the sealed bundle {bundle.directory}")
 
     def build(self, specs: Iterable[KernelSpec], progress: Progress | None = None) -> list[Entry]:
-        """Returns the bundle's entries of these specs, in order. Raises :class:`BundleError` that names
-        missing ones.
+        """Returns the bundle's entries of these specs, in order. Raises :class:`BundleError` for kernels that are
+        missing or of another source.
         """
         wanted = list(specs)
         lacking = list(dict.fromkeys(spec.name for spec in wanted if spec.digest not in self.bundle.entries))
@@ -251,7 +252,8 @@ def find_beside(weights: Path, device: Device) -> Path | None:
 
 def bundle_target(directory: Path) -> tuple[str, str] | None:
     """Returns the target and the architecture of the bundle at ``directory``; ``None`` where they cannot be read, which
-    :func:`load_bundle` reports."""
+    :func:`load_bundle` reports.
+    """
     try:
         manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
         target, arch = manifest["target"], manifest["arch"]

@@ -1,4 +1,4 @@
-"""The fence: after warm-up nothing may be compiled or captured any more."""
+"""The fence: after warm-up nothing may be compiled or captured."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Fence:
             self._reason = before
 
     def check(self, action: str, what: str, **facts: Any) -> None:
-        """Raises :class:`KernelError` with these ``facts`` where the fence is closed.
+        """Raises :class:`KernelError` with these ``facts`` if the fence is closed.
 
         ``action`` is a verb, such as ``"build"``, and ``what`` its object.
         """

@@ -105,8 +105,8 @@ class KernelLoader:
         """Returns the entries of these specs, in order. Each distinct kernel is built once, or not at all if it is
         cached.
 
-        Raises :class:`KernelError` for the first that fails, after running builds have ended, and behind a closed fence
-        for a kernel that is not cached.
+        Raises :class:`KernelError` for the first kernel that cannot be built, once running builds have ended. Behind a
+        closed fence it raises for a kernel that is not cached.
         """
         wanted = list(specs)
         distinct = list(dict.fromkeys(wanted))

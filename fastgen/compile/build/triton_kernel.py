@@ -86,7 +86,7 @@ class TritonKernel(BuiltKernel):
 
 
 def _hook(chain: Any) -> Any:
-    """Returns a hook of profilers, ``None`` where no profiler added one."""
+    """Returns the hook that profilers added to ``chain``; ``None`` if there is none."""
     return chain if getattr(chain, "calls", chain) else None
 
 

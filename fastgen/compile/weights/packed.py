@@ -47,7 +47,8 @@ def matrix_format(plain: WeightFormat, arch: str) -> WeightFormat:
 
 def _padded(weight_format: WeightFormat, in_features: int, arch: str) -> int:
     """Returns the weights that an output has in memory: as many as fill steps, or tiles where there is a matrix unit.
-    Those after ``in_features`` are zero."""
+    Those after ``in_features`` are zero.
+    """
     unit = TILED.get(weight_format, 1) if arch in ARCHES_WITH_TILES else _STEPS.get(weight_format, 1)
     return -(-in_features // unit) * unit
 
@@ -130,15 +131,10 @@ class PackedWeight:
             self._write_piece(start, rows[:count])
             start, rows = start + count, rows[count:]
 
-    def write_bias(self, start: int, bias: Tensor) -> None:
-        """Writes ``bias [n]`` of outputs ``start`` to ``start + n``. Raises ``ValueError``."""
-        if start < 0 or start + len(bias) > self.out_features or bias.ndim != 1:
-            raise ValueError(f"biases {start} to {start + len(bias)} of a layer with {self.out_features} outputs")
-        self.bias[start : start + len(bias)] = bias
-
     def rows(self, indices: Tensor) -> Tensor:
         """Returns the rows ``indices [n]`` of the weight, dequantized, in fp32: ``[n, in_features]``. Only these rows
-        are read."""
+        are read.
+        """
         panels, outputs = indices // self._panel, indices % self._panel
         if self.format == "int4":
             return self._int4_rows(panels, outputs)[:, : self.in_features]

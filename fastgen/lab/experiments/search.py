@@ -103,14 +103,6 @@ class Found:
         }
 
 
-def requests_needed(share: float) -> int:
-    """Returns the fewest requests from which a level can be shown to keep an SLO: if all of them are good."""
-    number = 1
-    while (interval := wilson(number, number)) is None or interval[0] < share:
-        number += 1
-    return number
-
-
 class TooFewRequestsError(FastgenError):
     """The workload has too few requests for a run at this level, and at any above it."""
 

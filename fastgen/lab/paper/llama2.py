@@ -187,7 +187,7 @@ def _account(policies: _Policies, with_gaps: _Policies) -> str:
         f"{p95['prefill_first'] / p95['splitfuse']:.1f} times that of `splitfuse`, where the paper has 3.7. So is the "
         "shape of effective throughput: it rises with the clients, and falls once first tokens come too late.\n\n"
         "What it does not explain: the paper's factor of two at equal latency. `prefill_first` is the *policy* of vLLM "
-        f"in 2023, on our engine and on kernels as fast as those of `splitfuse`. So it reaches "
+        f"in 2023, on fastgen's engine and on kernels as fast as those of `splitfuse`. So it reaches "
         f"{highest['prefill_first'] / highest['splitfuse']:.0%} of the throughput of `splitfuse`. By this model most "
         "of that factor was the software: kernels, and the host's time between steps, which here overlaps with the "
         f"device. The best effective throughput is {best['splitfuse'] / best['prefill_first']:.1f} times higher from "

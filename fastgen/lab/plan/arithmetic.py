@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fastgen.arguments import in_gib
 from fastgen.lab.devices.datasheets import GB, GIB, TERA, Link
 from fastgen.lab.devices.roofline import KV_BYTES, Roofline
 from fastgen.lab.plan.arrangements import Arrangement, Question
@@ -54,7 +55,8 @@ def _token_line(question: Question, arrangement: Arrangement, fits: Capacity) ->
 
 def time_lines(question: Question, arrangement: Arrangement) -> list[str]:
     """Returns what bounds a decode and a prompt on one copy: first by the datasheet, then as it is reached. Where steps
-    were measured there are none."""
+    were measured there are none.
+    """
     device, found, shape, size = question.device, arrangement.roofline, question.shape, arrangement.tensor_parallel
     if found is None:
         return []
@@ -114,7 +116,7 @@ def _dtype(question: Question) -> str:
 
 def _gib(size_bytes: float) -> str:
     """Returns a size in GiB, or in MiB where that would be 0.0-something."""
-    return f"{size_bytes / GIB:,.2f} GiB" if size_bytes >= GIB / 10 else _mib(size_bytes)
+    return in_gib(size_bytes) if size_bytes >= GIB / 10 else _mib(size_bytes)
 
 
 def _mib(size_bytes: float) -> str:

@@ -30,7 +30,7 @@ class Question:
 
     model: DescribedModel
     device: Datasheet
-    # Devices there are at most.
+    # Most devices to use.
     num_devices: int
     shape: Shape
     slo: SLO | None = None
@@ -107,7 +107,8 @@ class Arrangement:
 
 def _best(points: Sequence[Point]) -> Point | None:
     """Returns the point with the most requests a second that the SLO allows, or rather the one with the fewest clients
-    and the smallest budget that comes within 1 % of it."""
+    and the smallest budget that comes within 1 % of it.
+    """
     allowed = [point for point in points if not point.broken]
     enough = 0.99 * max((point.steady.requests_per_s for point in allowed), default=0.0)
     near = [point for point in allowed if point.steady.requests_per_s >= enough]
@@ -219,7 +220,8 @@ def broken_limits(slo: SLO | None, shape: Shape, steady: Steady) -> tuple[str, .
 
 def pareto_front(points: Iterable[Point]) -> list[Point]:
     """Returns the points that no other exceeds in both tokens a second and device, and a second and user; the fastest
-    for a user first."""
+    for a user first.
+    """
     front: list[Point] = []
     order = sorted(points, key=lambda each: (-each.tokens_per_s_per_user, -each.tokens_per_s_per_device))
     for point in order:

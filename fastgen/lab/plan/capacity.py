@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fastgen.arguments import in_gib
 from fastgen.errors import InvalidArgumentError, OutOfMemoryError
 from fastgen.lab.devices.datasheets import Datasheet
 from fastgen.lab.devices.roofline import KV_BYTES, model_build
@@ -12,7 +13,7 @@ from fastgen.lab.models import DescribedModel
 from fastgen.options import LoadOptions
 from fastgen.runtime.config import resolve_engine_config
 from fastgen.runtime.memory.fit import blocks_of_sequence
-from fastgen.runtime.memory.ledger import Ledger, LedgerRow, MemoryModel, in_gib
+from fastgen.runtime.memory.ledger import Ledger, LedgerRow, MemoryModel
 from fastgen.runtime.memory.sizes import EngineConfig
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastgen.errors import CheckpointError
 from fastgen.models.checkpoint.files import WEIGHT_FILES, is_index, read_index, read_json_object, weights_entry
 from fastgen.models.checkpoint.kinds import other_format
-from fastgen.models.checkpoint.tensor_files import Read, Stretches, TensorHeader, read_headers, stream_tensors
+from fastgen.models.checkpoint.tensor_files import Ranges, Read, TensorHeader, read_headers, stream_tensors
 
 # Most names that an error lists of each kind.
 _LISTED = 20
@@ -60,9 +60,9 @@ class Checkpoint:
             return cls(directory, config, read_headers(directory / entry))
         return cls(directory, config, *_read_shards(directory, entry))
 
-    def read(self, name: str, stretches: tuple[Stretches, ...] | None = None) -> Read:
-        """Returns what :meth:`stream` is asked for: a tensor, or the ``stretches`` of each of its axes."""
-        return Read(name, self.tensors[name], stretches)
+    def read(self, name: str, ranges: tuple[Ranges, ...] | None = None) -> Read:
+        """Returns what :meth:`stream` is asked for: a tensor, or the ``ranges`` of each of its axes."""
+        return Read(name, self.tensors[name], ranges)
 
     def stream(self, reads: Sequence[Read]) -> Generator[tuple[Read, Tensor]]:
         """Yields what ``reads`` ask for, file by file, each as it is stored and valid until the next one is requested.

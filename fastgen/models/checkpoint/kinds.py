@@ -1,6 +1,6 @@
 """Names what is no checkpoint that fastgen runs, and says what to do instead.
 
-Files show other formats, and facts of ``config.json`` show other kinds of models. Both are tables, in order: the first
+Names of files show other formats, and ``config.json`` shows other kinds of models. Each is a table, of which the first
 row that fits counts.
 """
 
@@ -99,7 +99,7 @@ _OTHER_MODELS: Final = (
         "fastgen runs decoders only; take a model whose architecture ends in ForCausalLM",
     ),
 )
-# Ends of architectures without a head. A model that generates all the same has code of its own for that.
+# Ends of architectures without a head. If such a model generates text, its ``auto_map`` names the code for that.
 _HEADLESS: Final = _OtherModel(
     (),
     ("Model",),
@@ -122,8 +122,10 @@ def other_format(names: Collection[str], directory: Path | None = None) -> str |
 
 
 def other_file(file: Path) -> str | None:
-    """Returns what ``file`` is, which was given in place of a directory, and what to do instead; ``None`` if it is not
-    evidently a model's, so that its name may be that of a model elsewhere."""
+    """Returns what ``file`` is, which was given in place of a directory, and what to do instead.
+
+    Returns ``None`` if it is not evidently a model's file, because its name may be that of a model elsewhere.
+    """
     try:
         with file.open("rb") as opened:
             is_gguf = opened.read(len(_GGUF_MAGIC)) == _GGUF_MAGIC
@@ -135,10 +137,11 @@ def other_file(file: Path) -> str | None:
 
 
 def other_model(config: Mapping[str, Any]) -> str | None:
-    """Returns what the model of ``config.json`` is that is no decoder of text, and what to do instead; ``None`` if
-    nothing shows that.
+    """Returns what kind of model ``config.json`` describes if it is no decoder of text, and what to do instead.
 
-    An architecture that a recipe claims is not to be looked up here.
+    Returns ``None`` if nothing shows another kind.
+
+    Do not call this for an architecture that a recipe claims.
     """
     stated = config.get("architectures")
     architectures = [name for name in stated if isinstance(name, str)] if isinstance(stated, list) else []

@@ -8,16 +8,17 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
-from fastgen.models.checkpoint.tensor_files import Stretches
+from fastgen.models.checkpoint.tensor_files import Ranges
 from fastgen.models.spec import Layout, TensorSpec
 
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """The ``stretches`` of each stored axis that a parameter's piece takes, or all if ``None``; and the ``layout`` of
-    what they make, end to end."""
+    """The ``ranges`` of each stored axis that a parameter's piece takes, or all if ``None``; and the ``layout`` of
+    what they make, end to end.
+    """
 
-    stretches: tuple[Stretches, ...] | None
+    ranges: tuple[Ranges, ...] | None
     layout: Layout | None
 
 
@@ -40,11 +41,11 @@ def stored_piece(spec: TensorSpec) -> StoredPiece | None:
     if spec.layout is None:
         return StoredPiece(tuple((ends,) for ends in spec.piece), None)
     rows, *columns = spec.piece
-    ranges = _axis_ranges(spec.layout, rows, columns[0] if columns else None)
+    axes = _axis_ranges(spec.layout, rows, columns[0] if columns else None)
     groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w+", spec.layout.pattern)]
-    stretches = tuple(_stretches([ranges[name] for name in group]) for group in groups)
-    sizes = tuple((name, each.end - each.first) for name, each in ranges.items())
-    return StoredPiece(stretches, replace(spec.layout, sizes=sizes, part=None))
+    ranges = tuple(_merged([axes[name] for name in group]) for group in groups)
+    sizes = tuple((name, each.end - each.first) for name, each in axes.items())
+    return StoredPiece(ranges, replace(spec.layout, sizes=sizes, part=None))
 
 
 def _axis_ranges(layout: Layout, rows: tuple[int, int], columns: tuple[int, int] | None) -> dict[str, _Range]:
@@ -68,9 +69,10 @@ def _axis_ranges(layout: Layout, rows: tuple[int, int], columns: tuple[int, int]
     return ranges
 
 
-def _stretches(axes: Sequence[_Range]) -> Stretches:
+def _merged(axes: Sequence[_Range]) -> Ranges:
     """Returns the indices that the ranges take of one stored axis, into which ``axes`` are merged, the last varying
-    fastest."""
+    fastest.
+    """
     found = [(0, 1)]
     for axis in axes:
         if axis.end - axis.first == axis.size:

@@ -1,7 +1,7 @@
 """Reads the two kinds of weight file, ``.safetensors`` and PyTorch's ``.bin``: headers first, then tensor by tensor.
 
-Both libraries map the file into memory. A page that was read stays in the process's resident memory until the file is
-unmapped, so a file is read in *windows*: each window opens the file again and closes it before the next window.
+safetensors and torch map the file into memory. A page that was read stays in the process's resident memory until the
+file is unmapped, so a file is read in *windows*: each window opens the file again and closes it before the next window.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ class TensorHeader:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-# Stretches of one axis, each from a first index to an end.
-Stretches = tuple[tuple[int, int], ...]
+# Index ranges of one axis, each its first index and the index after its last.
+Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Read:
-    """A stored tensor that is read: all of it, or on each axis the ``stretches``, end to end."""
+    """A stored tensor that is read: all of it, or on each axis the ``ranges``, end to end."""
 
     name: str
     header: TensorHeader
-    stretches: tuple[Stretches, ...] | None = None
+    ranges: tuple[Ranges, ...] | None = None
 
     @property
     def size_bytes(self) -> int:
-        if self.stretches is None:
+        if self.ranges is None:
             return self.header.size_bytes
-        lengths = (sum(end - first for first, end in axis) for axis in self.stretches)
+        lengths = (sum(end - first for first, end in axis) for axis in self.ranges)
         return math.prod(lengths) * self.header.dtype.itemsize
 
 
@@ -115,14 +115,15 @@ def _windows(reads: Sequence[Read], window_bytes: int | None) -> Iterator[list[R
         yield window
 
 
-def _stretched(source: Any, stretches: Sequence[Stretches]) -> Tensor:
-    """Returns the stretches of each axis of ``source`` end to end: a tensor, or a file's entry that reads what it is
-    asked for."""
-    whole = [slice(None)] * len(stretches)
-    for axis, found in enumerate(stretches):
+def _joined(source: Any, ranges: Sequence[Ranges]) -> Tensor:
+    """Returns the ranges of each axis of ``source``, end to end. ``source`` is a tensor, or a file's entry, which reads
+    only what is indexed.
+    """
+    whole = [slice(None)] * len(ranges)
+    for axis, found in enumerate(ranges):
         if len(found) != 1:
             # One axis at a time, so that each piece is read once.
-            parts = (_stretched(source, [*stretches[:axis], (one,), *stretches[axis + 1 :]]) for one in found)
+            parts = (_joined(source, [*ranges[:axis], (one,), *ranges[axis + 1 :]]) for one in found)
             return torch.cat(list(parts), dim=axis)
         whole[axis] = slice(*found[0])
     piece: Tensor = source[tuple(whole)]
@@ -146,10 +147,10 @@ def _open_safetensors(file: Path) -> Iterator[Callable[[Read], Tensor]]:
     with _explained(file, lambda: safe_open(file, framework="pt")) as opened:
 
         def take(read: Read) -> Tensor:
-            if read.stretches is None:
+            if read.ranges is None:
                 whole: Tensor = opened.get_tensor(read.name)
                 return whole
-            return _stretched(opened.get_slice(read.name), read.stretches)
+            return _joined(opened.get_slice(read.name), read.ranges)
 
         yield take
 
@@ -172,10 +173,10 @@ def _open_torch(file: Path) -> Iterator[Callable[[Read], Tensor]]:
     table = _explained(file, lambda: torch.load(file, map_location="cpu", weights_only=True, mmap=mapped))
 
     def take(read: Read) -> Tensor:
-        if read.stretches is None:
+        if read.ranges is None:
             whole: Tensor = table.pop(read.name)
             return whole
-        return _stretched(table[read.name], read.stretches).clone()
+        return _joined(table[read.name], read.ranges).clone()
 
     yield take
 

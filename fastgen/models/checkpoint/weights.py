@@ -99,12 +99,13 @@ class _Fill:
 
 def _fills(checkpoint: Checkpoint, assigned: Mapping[str, Sequence[WeightSlot]]) -> dict[Read, list[_Fill]]:
     """Returns what is read of each tensor, and the slots that it is for: once for all slots that take whole tensors, or
-    parts of an axis, and once for each slot that takes a piece."""
+    parts of an axis, and once for each slot that takes a piece.
+    """
     reads: dict[Read, list[_Fill]] = defaultdict(list)
     for name, slots in assigned.items():
         for slot in slots:
             piece = stored_piece(slot.spec) or StoredPiece(None, slot.spec.layout)
-            reads[checkpoint.read(name, piece.stretches)].append(_Fill(slot, piece.layout))
+            reads[checkpoint.read(name, piece.ranges)].append(_Fill(slot, piece.layout))
     return reads
 
 

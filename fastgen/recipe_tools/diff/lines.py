@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fastgen.errors import RecipeError
 from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.recipe.tree import Scalar, Tree
-from fastgen.models.recipe.yaml_reader import parse_recipe_yaml
 from fastgen.recipe_tools.diff.diff import Difference
 from fastgen.recipe_tools.diff.specs import SpecDifference
-from fastgen.recipe_tools.explain.plain_text import from_here, printable
+from fastgen.recipe_tools.explain.plain_text import from_here, printable, yaml_scalar
 
 
 @dataclass(frozen=True)
@@ -152,11 +150,6 @@ def _inline(tree: Tree) -> str:
 
 
 def _scalar(value: Scalar) -> str:
-    """Returns the scalar as YAML; a text is quoted only if it would otherwise mean something else or is unprintable."""
-    if not isinstance(value, str):
-        return json.dumps(value)
-    try:
-        plain = parse_recipe_yaml(f"x: {value}", "").child("x")
-    except RecipeError:
-        plain = None
-    return value if plain is not None and plain.value == value and printable(value) == value else json.dumps(value)
+    """Returns the scalar as YAML, quoted and escaped if it would otherwise not be printable ASCII."""
+    text = yaml_scalar(value)
+    return text if printable(text) == text else json.dumps(value)

@@ -1,11 +1,16 @@
-"""Text about recipes for people: escaping for terminals, lists of layers, locations."""
+"""Text about recipes for people: escaping for terminals, scalars as YAML, lists of layers, locations."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+
+from fastgen.errors import RecipeError
+from fastgen.models.recipe.tree import Scalar
+from fastgen.models.recipe.yaml_reader import parse_recipe_yaml
 
 
 def printable(text: str) -> str:
@@ -19,6 +24,20 @@ def printable(text: str) -> str:
         each if each.isascii() and each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode()
         for each in text
     )
+
+
+def yaml_scalar(value: Scalar, *, flow: bool = False) -> str:
+    """Returns the scalar as YAML, with ``flow`` for a place inside brackets. A text is quoted only if a recipe would
+    otherwise mean something else by it.
+    """
+    if not isinstance(value, str):
+        return json.dumps(value)
+    text, expected = (f"x: [{value}]", (value,)) if flow else (f"x: {value}", value)
+    try:
+        is_plain = parse_recipe_yaml(text, "").plain() == {"x": expected}
+    except RecipeError:
+        is_plain = False
+    return value if is_plain else json.dumps(value)
 
 
 def layer_list(indices: Sequence[int]) -> str:

@@ -20,11 +20,12 @@ from fastgen.models.registry.nearest import Nearness, Shape, fold, nearest_recip
 from fastgen.models.resolve.config_keys import HARMLESS, check_config_keys
 from fastgen.models.resolve.resolve import mentioned_paths, resolve, stated_architectures, unread_keys
 from fastgen.models.spec import ModelSpec
+from fastgen.recipe_tools.explain.plain_text import yaml_scalar
 from fastgen.recipe_tools.propose.evidence import Evidence, gather
 from fastgen.recipe_tools.propose.keys import Keys
 from fastgen.recipe_tools.propose.nodes import Leaf, Node, joined, leaf, questions, written
 from fastgen.recipe_tools.propose.proposal import Proposer
-from fastgen.recipe_tools.propose.recipe_text import QUESTION_MARK, recipe_text, scalar
+from fastgen.recipe_tools.propose.recipe_text import QUESTION_MARK, recipe_text
 from fastgen.recipe_tools.propose.structure import read_structure
 from fastgen.recipe_tools.propose.variant import Difference
 
@@ -270,7 +271,7 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _brief(value: object) -> str:
-    text = scalar(value) if isinstance(value, str | int | float | bool | None) else repr(value)
+    text = yaml_scalar(value) if isinstance(value, str | int | float | bool | None) else repr(value)
     return text if len(text) <= 24 else f"{text[:21]}..."
 
 

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from fastgen.arguments import in_gib
 from fastgen.compile.weights.formats import QuantizedFormat
 from fastgen.errors import FastgenError
 from fastgen.models.builder import kv_windows
 from fastgen.runtime.kv_cache.block_tables import max_blocks_held
-from fastgen.runtime.memory.ledger import MemoryModel, in_gib
+from fastgen.runtime.memory.ledger import MemoryModel
 from fastgen.runtime.memory.sizes import AskedSizes, EngineConfig
 
 # Returns the engine's sizes, or raises a :class:`FastgenError`.
@@ -40,7 +41,8 @@ def blocks_of_sequence(memory: MemoryModel, length: int, token_budget: int, bloc
 
 def default_num_blocks(memory: MemoryModel, sized: Callable[[int], EngineConfig], useful: int | None) -> int:
     """Returns as many blocks as the device has memory for, at most the ``useful`` ones, and perhaps none. ``sized``
-    makes an engine's sizes with so many."""
+    makes an engine's sizes with so many.
+    """
     device = memory.device
 
     def fits(num_blocks: int) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, Final
 
+from fastgen.arguments import in_gib
 from fastgen.compile.backends.ops import Ops
 from fastgen.compile.capture.allocations import META
 from fastgen.compile.host.device import Device
@@ -28,7 +29,6 @@ from fastgen.runtime.memory.temporaries import Temporaries
 from fastgen.runtime.sampling.kept_formats import most_kept_bytes
 from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
 
-_GIB = 2**30
 # What the rows are, for people who have not read this file.
 MEANINGS: Final = {
     "embedding and head": "the tables from token ids to features and back",
@@ -99,10 +99,6 @@ class Ledger:
         lines += [("total", self.total_bytes), ("memory of the device", self.device_bytes)]
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:{width}}  {size / 2**20:10,.2f} MiB" for name, size in lines)
-
-
-def in_gib(size_bytes: int) -> str:
-    return f"{size_bytes / _GIB:,.2f} GiB"
 
 
 class MemoryModel:

@@ -29,7 +29,9 @@ _END_S = 1.0
 
 @dataclass
 class _Members:
-    """The processes of the other ranks. The thread that watches them holds nothing else of a team."""
+    """The processes of the other ranks. The thread that watches them refers to this and not to the team, so that a team
+    can be collected.
+    """
 
     memory: RankMemory
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -38,10 +40,10 @@ class _Members:
     lost: str | None = None
     watcher: threading.Thread | None = None
 
-    def lose(self, index: int, why: str) -> None:
-        """Notes that a rank is lost, and ends every wait of the others."""
-        if self.lost is None and not self.is_closing:
-            self.lost = f"rank {index} of {self.memory.count} {why}; the model has to be loaded again"
+    def lose(self, why: str) -> None:
+        """Notes why the ranks cannot continue, unless that is known, and ends every wait of every rank."""
+        if self.lost is None:
+            self.lost = f"{why}; the model has to be loaded again"
         self.memory.end()
 
     def end(self) -> None:
@@ -67,7 +69,9 @@ class _Members:
         """Waits until a rank ends or fails, and notes why."""
         for connection in wait(self.connections):
             index = 1 + self.connections.index(connection)  # type: ignore[arg-type]
-            self.lose(index, self._why(index))
+            why = self._why(index)
+            if not self.is_closing:
+                self.lose(f"rank {index} of {self.memory.count} {why}")
 
     def _why(self, index: int) -> str:
         with contextlib.suppress(EOFError, OSError):
@@ -93,8 +97,9 @@ def _hang_up(connection: Connection[Any, Any]) -> None:
 class Team:
     """Ranks 1 and up of a model whose rank 0 is this process.
 
-    Every wait for a rank ends within :data:`~fastgen.compile.host.rank_memory.TIMEOUT_S`, or when a rank ends; then the
-    team is :attr:`lost`, and every call raises :class:`RankError`. The processes end with this object or this process.
+    A wait for a rank ends after :data:`~fastgen.compile.host.rank_memory.TIMEOUT_S`, or as soon as a rank ends. From
+    then on :attr:`lost` says why, and every call raises :class:`RankError`. The processes end with this object or this
+    process.
     """
 
     def __init__(self, setups: Sequence[RankSetup]):
@@ -183,7 +188,7 @@ class Team:
 
     def give_up(self, why: str) -> None:
         """Ends the ranks, which cannot continue."""
-        self._members.lost = self._members.lost or f"{why}; the model has to be loaded again"
+        self._members.lose(why)
         self._members.end()
 
 

@@ -141,14 +141,6 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def is_decode(self) -> bool:
-        """Returns whether only the token generated last is pending, so that the sequence costs one token a step.
-
-        False while any prompt token is pending, even a single one, and while a preempted sequence is computed again.
-        """
-        return self.num_computed_tokens >= self.num_prompt_tokens and self.num_pending_tokens == 1
-
-    @property
     def begins_request(self) -> bool:
         """Returns whether this is the first sequence of its request and was never preempted."""
         return not self.index and not self.num_preemptions

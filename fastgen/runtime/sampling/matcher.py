@@ -1,8 +1,8 @@
 """Follows one sequence through the grammar of its answer, and computes its masks on other threads.
 
-A mask is computed while the device computes the logits that it is for. A step waits a short time for those that take
-longer (:meth:`Matcher.is_ready`) and then leaves their sequences out. From then on they are computed at low priority,
-so that they take little from the kernels.
+A mask is computed while the device computes the logits that it is for. A step waits a short time for late masks
+(:meth:`Matcher.is_ready`), then leaves their sequences out. Late masks are computed at low priority, so that they take
+little time from the kernels.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from typing import Any, Protocol
 from fastgen.runtime.requests.constraint import Mask
 
 MAX_THREADS = 4
-# Processor time for a mask with which a step may wait for the next one, too.
+# A step waits for a sequence's next mask only if the last one took at most this much processor time.
 FAST_MASK_CPU_S = 0.01
 MAX_MASK_CPU_S = 0.1
-# Masks of one answer that may take longer than that. One more, and the answer fails. The cost of a token grows with the
-# square of the parser's branches, which no limit of the library covers.
+# Masks of one answer that may take longer than ``MAX_MASK_CPU_S``. One more, and the answer fails. The cost of a token
+# grows with the square of the parser's branches, which no limit of the library covers.
 MAX_SLOW_MASKS = 3
 # Processor time after which nothing waits for a mask any more, and its answer fails.
 MAX_AWAITED_CPU_S = 0.3
-# Processor time that the engine itself spends to feed tokens to the parsers of all answers: so much at once, and
-# ``MAX_TAKEN_SHARE`` of the time that passes. An answer whose token exceeds that fails. Only tokens count that take
-# longer than any token of an ordinary grammar.
+# Processor time for feeding tokens to the parsers of all answers: ``MAX_TAKEN_CPU_S`` at once, and ``MAX_TAKEN_SHARE``
+# of the time that passes. The answer whose token exceeds that fails. Tokens of at most ``SLOW_TAKE_CPU_S`` do not
+# count; in ordinary grammars all are faster.
 MAX_TAKEN_CPU_S = 0.1
 MAX_TAKEN_SHARE = 0.1
 SLOW_TAKE_CPU_S = 0.005
 # Seconds that the engine waits to feed a token to a parser whose lexer computes another mask.
 MAX_TAKE_WAIT_S = 0.002
-# How much lower than the engine's the priority of work is that no step waits for, as in ``nice``.
+# The ``nice`` value of threads whose work no step waits for.
 LOW_PRIORITY = 10
 
 
@@ -65,7 +65,9 @@ class MaskThreads:
         self._taken_s = self._taken_at_s = 0.0
 
     def replace(self, busy: ThreadPoolExecutor) -> None:
-        """Replaces the threads if ``busy`` are the current ones: some of these compute what cannot be stopped."""
+        """Starts new threads in place of ``busy``, unless that has been done: some of ``busy`` compute what cannot be
+        stopped.
+        """
         if self.threads is busy:
             self.threads = _new_threads()
             busy.shutdown(wait=False)
@@ -125,11 +127,10 @@ class Constraint:
 
 
 class Matcher:
-    """The tokens that one sequence may have next. It stays with the sequence, running or not, and knows nothing of
-    steps.
+    """The tokens that one sequence may have next. It stays with the sequence, running or not.
 
-    A token that ends the request is allowed exactly where the grammar may end, and not before ``min_new_tokens``,
-    unless no other token is. Tokens that the tokenizer does not know, and special ones, have no text and are allowed
+    A token that ends the request is allowed only where the grammar may end. Before ``min_new_tokens`` it is allowed
+    only if no other token is. Tokens that the tokenizer does not know, and special ones, have no text and are allowed
     only where a grammar names them.
     """
 
@@ -146,7 +147,7 @@ class Matcher:
         self._num_slow = 0
         # Whether the last mask took long.
         self._is_slow = False
-        # A token that the parser does not have yet.
+        # The newest token, until the parser has it.
         self._untaken: int | None = None
         # Whether the answer is complete, so that nothing can follow.
         self.is_complete = False
@@ -166,9 +167,9 @@ class Matcher:
             self._mask = self._fail(error)
 
     def is_ready(self, deadline_s: float) -> bool:
-        """Waits for the mask of the next token until ``deadline_s`` of ``time.monotonic``, unless the last mask took
-        long. Returns whether it is there; if not, :meth:`mask` allows every token until the next call. There is none
-        if the answer turns out to be complete.
+        """Waits for the mask of the next token until ``deadline_s`` of ``time.monotonic``; not at all if the last mask
+        took long. Returns whether the mask is there; it is not if the answer turns out to be complete. If it is not,
+        :meth:`mask` allows every token until the next call.
         """
         self.prepare()
         assert self._mask is not None

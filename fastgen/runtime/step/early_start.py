@@ -14,9 +14,9 @@ from fastgen.compile.capture.tape import Tape
 from fastgen.compile.host.thread_pool import ThreadPool
 from fastgen.runtime.requests.request import Sequence
 
-# How many steps follow each other, for each of their decodes, before the next one starts early, and how many at most.
-# More decodes end sooner, and a step that is dropped costs more, while the gain stays the same. But steps that have
-# followed each other so often will most likely continue, and one dropped step in 32 costs less than the others gain.
+# The next step starts early after ``STEPS_PER_DECODE`` continued steps for each decode, and at the latest after
+# ``MOST_STEPS``. With more decodes a sequence ends sooner and a dropped step costs more, while the gain is the same.
+# After ``MOST_STEPS`` steps one dropped step in 32 costs less than the others gain.
 STEPS_PER_DECODE, MOST_STEPS = 8, 32
 
 
@@ -30,7 +30,7 @@ class EarlyStart:
         self._num_continued = 0
 
     def start(self, tape: Tape, decodes: SequenceOf[Sequence], positions: SequenceOf[int]) -> None:
-        """Starts ``tape`` if another step is expected to continue one of ``decodes`` at ``positions``."""
+        """Starts ``tape`` if a further step of ``decodes``, which are at ``positions``, is expected."""
         self._num_continued += 1
         num_needed = min(STEPS_PER_DECODE * len(decodes), MOST_STEPS)
         if self._num_continued >= num_needed and self._seems_to_continue(decodes, positions):
@@ -46,7 +46,7 @@ class EarlyStart:
             self.started.end()
 
     def take(self) -> bool:
-        """Returns whether a step was started. If so, it has run, and counts no longer as started."""
+        """Waits for the step that was started, and forgets it. Returns whether there was one."""
         self.wait()
         was_started, self.started = self.started is not None, None
         return was_started

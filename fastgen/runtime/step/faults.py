@@ -64,5 +64,5 @@ def cause_of(error: Exception) -> str:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """On a CPU torch raises a plain ``RuntimeError``; only its text tells."""
+    """Returns whether memory ran out. On a CPU torch raises a plain ``RuntimeError``, which only its text shows."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

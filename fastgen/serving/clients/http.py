@@ -15,7 +15,7 @@ import msgspec
 from fastgen.errors import FastgenError, GenerationError, InvalidArgumentError
 from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.requests.response_format import ResponseFormat
-from fastgen.serving.clients.records import ChunkRecord, OutputRecord
+from fastgen.serving.clients.records import NUMBERS_HEADER, REPLICAS_HEADER, ChunkRecord, OutputRecord
 from fastgen.serving.clients.requests import ClientRequest
 from fastgen.serving.refusals import (
     EngineDiedError,
@@ -87,9 +87,9 @@ class HttpTransport:
         while left:
             query = urlencode({"request": request_id, **left.pop(0)})
             async with self._sent(f"/recording?{query}") as response:
-                found.append((await response.aread(), response.headers["x-request-numbers"].split()))
+                found.append((await response.aread(), response.headers[NUMBERS_HEADER].split()))
             if len(found) == 1:  # the first answer names the other replicas
-                others = response.headers.get("x-request-replicas", "").split()[1:]
+                others = response.headers.get(REPLICAS_HEADER, "").split()[1:]
                 left = [{"replica": replica} for replica in others]
         return found
 

@@ -1,5 +1,5 @@
-"""The JSON records of ``/generate``, for server and client. JSON has no infinity: the log-probability of an impossible
-token is ``null``.
+"""The JSON records of ``/generate`` and the headers of ``/recording``, for server and client. JSON has no infinity: the
+log-probability of an impossible token is ``null``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ import msgspec
 
 from fastgen.runtime.requests.outputs import FinishReason, GenerationChunk, GenerationOutput, Logprobs, RequestMetrics
 
+# The header with the numbers that the requested request has in a recording.
+NUMBERS_HEADER = "x-request-numbers"
+# The header with the replicas that answered its prompts.
+REPLICAS_HEADER = "x-request-replicas"
 _Logprobs = dict[int, float | None]
 
 

@@ -97,7 +97,7 @@ class CheckBody(FewErrors):
 
 
 class CheckedBody(BaseModel):
-    """For each request the reason why it would be refused, or ``null``."""
+    """The reasons why requests would be refused, ``null`` for one that would not."""
 
     errors: list[str | None]
 

@@ -9,16 +9,13 @@ from fastapi import APIRouter, Query
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from fastgen.serving.clients.records import NUMBERS_HEADER, REPLICAS_HEADER
 from fastgen.serving.engine.messages import RecordingReply
 from fastgen.serving.http.errors import ERRORS
 from fastgen.serving.http.shared_query import SharedQuery
 from fastgen.serving.service import Service
 
 MEDIA_TYPE = "application/jsonl"
-# The header with the numbers that the requested request has in the recording.
-NUMBERS_HEADER = "x-request-numbers"
-# The header with the replicas that answered its prompts.
-REPLICAS_HEADER = "x-request-replicas"
 ReplicaId = Annotated[str | None, Query(max_length=256, description="The id of a replica, if the server has several")]
 RequestId = Annotated[str | None, Query(max_length=256, description="The id of a request, or of its answer")]
 
@@ -35,8 +32,9 @@ def recording_routes(service: Service) -> APIRouter:
         responses={200: {"content": {MEDIA_TYPE: {}}, "description": "The recording, as JSON Lines"}},
     )
     async def recording(request: RequestId = None, replica: ReplicaId = None) -> Response:
-        """Return the decisions of an engine's last steps. The recording holds no text and no token ids. On a
-        server with replicas it is that of the named one, else of the first one that answered a prompt of the request.
+        """Return the decisions of an engine's last steps. The recording holds no text and no token ids. With
+        replicas it is the recording of the one that is named, or else of the first that answered a prompt of the
+        request.
         """
         places = [] if request is None else [*map(service.engine.place_of, service.recent.numbers(request))]
         answered = list(dict.fromkeys(place[0] for place in places if place is not None))

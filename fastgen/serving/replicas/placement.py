@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastgen.arguments import parse_bytes
+from fastgen.arguments import in_gib, parse_bytes
 from fastgen.errors import InvalidArgumentError
 
 # Share of a machine's memory for all replicas on it: Ray and the server need some.
@@ -50,7 +50,7 @@ class Needs:
     def text(self) -> str:
         parts = [f"{self.num_cpus} CPU{'s' if self.num_cpus > 1 else ''}"]
         parts += [f"{self.num_gpus} GPU{'s' if self.num_gpus > 1 else ''}"] if self.num_gpus else []
-        parts += [f"{_gib(self.memory_bytes)} of memory"] if self.memory_bytes else []
+        parts += [f"{in_gib(self.memory_bytes)} of memory"] if self.memory_bytes else []
         return " and ".join(parts)
 
     def count_on(self, machine: Machine) -> int:
@@ -99,7 +99,8 @@ def _needs_of_cpus(
 
 def _no_room(needs: Needs, num_replicas: int, room: int, machines: Sequence[Machine]) -> str:
     listed = "; ".join(
-        f"{each.host} has {each.num_cpus} CPUs, {each.num_gpus} GPUs and {_gib(each.memory_bytes)}" for each in machines
+        f"{each.host} has {each.num_cpus} CPUs, {each.num_gpus} GPUs and {in_gib(each.memory_bytes)}"
+        for each in machines
     )
     ways = "start fewer replicas, add machines with `ray start --address`"
     ways += "" if needs.num_gpus else ", or give each replica fewer threads (num_threads)"
@@ -113,7 +114,3 @@ def _no_room(needs: Needs, num_replicas: int, room: int, machines: Sequence[Mach
         f"{what} {needs.text} of one machine, and there is room for {room} "
         f"({listed or 'the cluster has no machine'}); {ways}"
     )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"

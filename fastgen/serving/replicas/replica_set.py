@@ -46,11 +46,11 @@ from fastgen.serving.replicas.routing_table import RoutingTable
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
-# How often a request is sent to replicas, where they or their engines end. One that ends every engine it comes to must
-# not end them all again and again.
+# Most times that a request is sent to a replica, if replicas or their engines end. A request that ends every engine it
+# comes to must not end them all again and again.
 MAX_TRIES = 6
-# The pause before the second of them; doubled each time.
-_FIRST_DELAY_S = 0.02
+# The pause before the second try. It is doubled before each further one.
+_FIRST_DELAY_S = 0.04
 # Requests whose replica is remembered: as many as recordings have.
 _MAX_PLACES = 10_000
 
@@ -290,7 +290,7 @@ class ReplicaSet:
                 if request.was_read or attempt == MAX_TRIES:
                     break
                 _log.warning("a request is sent to another replica: %s", error)
-                await asyncio.sleep(_FIRST_DELAY_S * 2**attempt)
+                await asyncio.sleep(_FIRST_DELAY_S * 2 ** (attempt - 1))
                 if request.was_read:
                     break
                 message.number = self._renumbered[first] = next(self._numbers)

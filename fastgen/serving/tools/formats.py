@@ -86,7 +86,8 @@ TOOL_FORMATS = {
         is_opening_optional=True,
     ),
 }
-# Signs of unsupported formats, whose templates have the same signs but whose arguments are not JSON.
+# Signs of formats that are not supported, because their arguments are not JSON. Their templates also have signs of
+# formats above.
 _OTHER_SIGNS = ("<function=",)
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.lab.experiments.search import Found, TooFewRequestsError, requests_needed, search
+from fastgen.lab.experiments.search import Found, TooFewRequestsError, search
 from fastgen.lab.metrics.goodput import SLO
 from fastgen.lab.metrics.intervals import wilson
 from fastgen.lab.records import Run
@@ -127,12 +127,6 @@ def test_an_interrupted_search_keeps_its_levels() -> None:
     nothing = search(lambda level, repeat: run([], interrupted=True), TTFT)
     assert nothing == Found(TTFT, 0.9, (), interrupted=True)
     assert (nothing.kept, nothing.missed, nothing.shortfalls) == (None, None, [])
-
-
-def test_how_many_requests_a_level_needs() -> None:
-    for share in (0.5, 0.9, 0.99):
-        number = requests_needed(share)
-        assert wilson(number, number)[0] >= share > wilson(number - 1, number - 1)[0]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

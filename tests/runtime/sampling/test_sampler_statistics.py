@@ -164,7 +164,8 @@ def drawn(target: str, way: dict[str, Any], axis: str, count: int) -> list[int]:
 
 def chi_square(observed: dict[Any, int], expected: dict[Any, float]) -> tuple[float, float]:
     """Over the cells that expect at least 5, the others taken together; and about its 1 − 1e-6 quantile (Wilson and
-    Hilferty)."""
+    Hilferty).
+    """
     assert set(observed) <= set(expected), "what has no probability was drawn"
     cells = [(observed.get(key, 0), due) for key, due in expected.items() if due >= 5]
     rare = [(observed.get(key, 0), due) for key, due in expected.items() if due < 5]
@@ -196,7 +197,7 @@ def test_frequencies_are_the_exact_probabilities(target: str, way: str, axis: st
 @pytest.mark.parametrize("target", ["torch", "cpp"])
 @pytest.mark.parametrize("axis", ["seed", "index", "shift"])
 def test_neighbouring_draws_are_independent(target: str, axis: str) -> None:
-    """Of pairs of neighbours, each of which is counted once."""
+    """Counts pairs of neighbours, each draw in one pair."""
     way = {"temperature": 1.0, "top_k": 4}
     shares, count = exact(way), 2000 if axis == "shift" else NUM_DRAWS
     found = drawn(target, way, axis, count)

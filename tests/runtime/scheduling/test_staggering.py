@@ -113,7 +113,7 @@ def test_an_answer_is_found_when_it_has_ended(windows: tuple[int | None, ...]) -
     prompt = [1, 2, 3, 4, 5]
 
     def answer(request_id: int, prompt: list[int]) -> Sequence:
-        """Of 14 tokens; the last is never computed."""
+        """Returns an answer of 14 tokens, the last of which is never computed."""
         request = Request(request_id, prompt, SamplingParams(max_new_tokens=14), 0.0)
         scheduler.add(request)
         (seq,) = request.sequences

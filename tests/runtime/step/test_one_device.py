@@ -54,7 +54,7 @@ class Checked(BuiltKernel):
 
 
 def launches(model_spec: ModelSpec, weight_format: WeightOnlyFormat | None = None) -> list[KernelSpec]:
-    """Of a captured step at each of the sizes, and of the sampling behind it."""
+    """Returns the launches of a captured step at each of the sizes, and of the sampling behind it."""
     loader = KernelLoader(make_builder("sm_90"))
     backend = backend_of(loader, max_rows=SIZES[-1], max_num_seqs=ROW_SIZES[-1], num_sms=132)
     groups, shapes, vocab_size = kv_groups(model_spec), kv_shapes(model_spec), model_spec.vocab_size

@@ -219,8 +219,9 @@ def test_a_batch_that_was_built_over_is_not_continued(
 def test_steps_start_early_once_they_have_followed_each_other(
     llm: LLM, counted: Counted, num_requests: int, num_before: int
 ) -> None:
-    """Of 59 decodes 57 continue, the first at position 4, with 4 positions in a block. After some of them the next ones
-    start early, except those that begin a block and the one that would follow the last token."""
+    """57 of 59 decodes continue, the first at position 4, with 4 positions in a block. After some of them the next ones
+    start early, except those that begin a block and the one that would follow the last token.
+    """
     prompts = [[5, 6, 7 + i] for i in range(num_requests)]
     outputs = llm.generate(prompts, max_new_tokens=60, ignore_eos=True, temperature=0)
     early = [position for position in range(4, 62)[num_before:] if position % 4]
@@ -235,7 +236,8 @@ def test_a_step_that_was_started_and_dropped_leaves_no_trace(
     llm: LLM, counted: Counted, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """At every place in a block. Every request that continues, arrives then or gets the blocks has the answer that it
-    has alone."""
+    has alone.
+    """
     monkeypatch.setattr(early_start, "STEPS_PER_DECODE", 1)
     engine, prompts = engine_of(llm), [[5, 6, 7], [8, 9]]
     plain = SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=1.0, seed=5)

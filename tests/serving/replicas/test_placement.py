@@ -57,14 +57,15 @@ def test_a_machine_that_lends_no_cpu_counts_for_nothing() -> None:
             2,
             LAPTOP,
             r"2 replicas cannot be placed: each needs 5 CPUs of one machine, and there is room for 1 \(laptop has "
-            r"8 CPUs, 0 GPUs and 16\.0 GiB\); start fewer replicas, add machines .* or give each replica fewer threads",
+            r"8 CPUs, 0 GPUs and 16\.00 GiB\); start fewer replicas, add machines .* or give each replica fewer "
+            r"threads",
         ),
         ({}, 9, LAPTOP, r"9 replicas cannot be placed: each needs 1 CPU of one machine, and there is room for 8"),
         (
             {"num_threads": 1, "memory": "10GiB"},
             2,
             LAPTOP,
-            r"each needs 1 CPU and 10\.0 GiB of memory of one machine, and there is room for 1 .*, or less memory",
+            r"each needs 1 CPU and 10\.00 GiB of memory of one machine, and there is room for 1 .*, or less memory",
         ),
         (
             {"device": "cuda"},

@@ -152,7 +152,9 @@ def test_the_printed_file_is_deployed_scaled_and_ended(tmp_path: Path) -> None:
         config["applications"][0]["args"] |= {"num_threads": 3, "wait_for_machines_s": 0}
         deploy(cluster, config, file)
         application = wait_for(cluster, lambda each: each["status"] in ("DEPLOY_FAILED", "UNHEALTHY"))
-        assert "it needs 3 CPUs and 1.0 GiB of memory of one machine, and there is room for 0" in application["message"]
+        assert (
+            "it needs 3 CPUs and 1.00 GiB of memory of one machine, and there is room for 0" in application["message"]
+        )
         assert text_of(port, "Once upon a time") == answer, "what ran before no longer answers"
 
         cluster.serve("shutdown", "-y")

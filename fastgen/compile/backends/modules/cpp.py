@@ -32,6 +32,7 @@ class PlainTable(StoredTable):
 class PackedTable(nn.Module):
     """A table that a head multiplies by, packed for ``kernel``."""
 
+    # Names the row of the memory ledger that counts its weights.
     weights = "table"
 
     def __init__(self, kernel: LinearKernel, num_rows: int, size: int):
@@ -83,6 +84,7 @@ class Embedding(nn.Module):
 class Linear(nn.Module):
     """``x Wᵀ + b`` of stacked parts, packed for ``kernel``."""
 
+    # Names the row of the memory ledger that counts its weights.
     weights = "matrix"
 
     def __init__(self, kernel: LinearKernel, in_features: int, out_features: Sequence[int]):
@@ -107,9 +109,11 @@ def _part(packed: PackedWeight, out_features: Sequence[int], index: int) -> tupl
 
 
 class HeadMaps(nn.Module):
-    """The checkpoint's ``[N * out, rank]``, a map of its own for each head, packed for ``kernel``: ``x [T, N, rank] ->
-    [T, N, out]``, or if it is ``transposed`` ``x [T, N, out] -> [T, N, rank]``."""
+    """Maps each head by a matrix of its own: ``x [T, N, rank] -> [T, N, out]``, or if ``transposed``
+    ``x [T, N, out] -> [T, N, rank]``. The checkpoint's ``[N * out, rank]`` is packed for ``kernel``.
+    """
 
+    # Names the row of the memory ledger that counts its weights.
     weights = "matrix"
 
     def __init__(self, kernel: LinearKernel, num_heads: int, shape: tuple[int, int], *, transposed: bool):
@@ -131,7 +135,7 @@ class HeadMaps(nn.Module):
 
 
 class Router(nn.Module):
-    """Logits by a linear layer, and the experts chosen by them."""
+    """Chooses experts by the logits of a linear layer."""
 
     def __init__(self, linear: Linear, kernel: RouteKernel, correction: nn.Parameter | None):
         super().__init__()
@@ -145,6 +149,7 @@ class Router(nn.Module):
 class Groups(nn.Module):
     """A stacked linear layer for each expert, packed for ``kernel``."""
 
+    # Names the row of the memory ledger that counts its weights.
     weights = "matrix"
 
     def __init__(self, kernel: GroupedLinearKernel, num_experts: int, in_features: int, out_features: Sequence[int]):
@@ -158,7 +163,9 @@ class Groups(nn.Module):
 
 
 class Experts(nn.Module):
-    """Choices are sorted by expert, and rows stay where they are: layers read and write them by the sorted order."""
+    """Computes the chosen experts. Choices are sorted by expert; rows stay where they are, and layers read and write
+    them in the sorted order.
+    """
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ def zero_bias(*shape: int, biased: Sequence[bool], dtype: torch.dtype, device: t
 class StoredTable(nn.Module):
     """``weight [rows, size]``, in ``dtype`` unless there is a ``weight_format``."""
 
+    # Names the row of the memory ledger that counts its weights.
     weights = "table"
 
     def __init__(
@@ -54,8 +55,10 @@ class StoredTable(nn.Module):
 
 class StoredLinear(nn.Module):
     """The stacked weight ``[sum of out, in]`` of several linear layers, in ``dtype`` unless there is a
-    ``weight_format``, and their bias if any has one."""
+    ``weight_format``, and their bias if any has one.
+    """
 
+    # Names the row of the memory ledger that counts its weights.
     weights = "matrix"
 
     def __init__(
@@ -83,6 +86,7 @@ class StoredLinear(nn.Module):
 class StoredGroups(nn.Module):
     """A stacked linear layer for each expert: ``weight [E, sum of out, in]``, and a bias if any part has one."""
 
+    # Names the row of the memory ledger that counts its weights.
     weights = "matrix"
 
     def __init__(
@@ -108,9 +112,11 @@ class StoredGroups(nn.Module):
 
 
 class StoredHeadMaps(nn.Module):
-    """The checkpoint's ``[N * out, rank]``, a map of its own for each head: ``x [T, N, rank] -> [T, N, out]``, or if
-    it is ``transposed`` ``x [T, N, out] -> [T, N, rank]``."""
+    """Maps each head by a matrix of its own: ``x [T, N, rank] -> [T, N, out]``, or if ``transposed``
+    ``x [T, N, out] -> [T, N, rank]``. The weight is the checkpoint's ``[N * out, rank]``.
+    """
 
+    # Names the row of the memory ledger that counts its weights.
     weights = "matrix"
 
     def __init__(

@@ -1,5 +1,6 @@
 """The ops of a model by Triton kernels, and by the library that torch calls where it is as fast: weights stored as
-they come, or quantized."""
+they come, or quantized.
+"""
 
 from __future__ import annotations
 
@@ -77,13 +78,13 @@ class Linear(StoredLinear):
 
 
 class Add:
-    """Adds ``scale * y`` to ``x`` in place, by the library: it does nothing but this sum."""
+    """Adds ``scale * y`` to ``x`` in place, by the library."""
 
     def __init__(self, scale: float | None):
         self._scale = 1 if scale is None else scale
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """Both are ``[T, H]``; returns ``x``."""
+        """Adds ``scale * y`` to ``x``, both ``[T, H]``, and returns ``x``."""
         library_call(torch.add, x, y, alpha=self._scale, out=x)
         return x
 

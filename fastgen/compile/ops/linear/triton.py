@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastgen.compile.build.builder import Kernel
 from fastgen.compile.capture.recording import library_call
-from fastgen.compile.ops.linear.tiling import MAX_ROWS, FewRowShape, SplitK, default_split, row_tile, usual_num_sms
+from fastgen.compile.ops.linear.tiling import MAX_ROWS, FewRowShape, SplitK, row_tile
 from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
 from fastgen.compile.weights.formats import GROUP, WeightOnlyFormat
 from fastgen.compile.weights.quantized import CODES, SCALES, QuantizedWeight
@@ -94,7 +94,8 @@ def few_row_specs(shape: FewRowShape, num_rows: int, split: SplitK, *, needed_by
 
 class FewRowKernel:
     """Launches kernels of :func:`few_row_specs`. ``workspace`` is fp32 and has room for ``workspace_numel`` numbers.
-    Layers may share one, since calls run one after the other."""
+    Layers may share one, since calls run one after the other.
+    """
 
     def __init__(self, main: Kernel, reduce: Kernel | None, workspace: Tensor | None):
         if (reduce is None) != (workspace is None):
@@ -134,7 +135,8 @@ def dequantize_spec(
     in_features: int, weight: WeightOnlyFormat, dtype: str, *, needed_by: tuple[str, ...] = ()
 ) -> KernelSpec:
     """Returns the kernel that dequantizes a weight of ``in_features``, rounded to ``dtype``, for
-    :class:`DequantizeKernel`."""
+    :class:`DequantizeKernel`.
+    """
     block = min(_BLOCK, max(32, power_of_2(in_features)))
     parameters: dict[str, Value] = {"IN": in_features, "weight": weight, "dtype": dtype}
     return KernelSpec(
@@ -158,14 +160,9 @@ class DequantizeKernel:
         self._kernel, self._tiles = kernel, kernel.spec.parameters["tiles"]
 
     def __call__(self, weight: QuantizedWeight, out: Tensor) -> None:
-        """``out [out, in]``, contiguous."""
+        """Writes the dequantized weight into ``out [out, in]``, which is contiguous."""
         assert isinstance(self._tiles, int)
         self._kernel((weight.out_features * self._tiles,), weight.codes, weight.scale, out)
-
-
-def row_tiles(shape: FewRowShape, arch: str) -> list[tuple[int, SplitK]]:
-    """Returns the numbers of rows that kernels are made for, and how each is cut by default."""
-    return [(rows, default_split(shape, rows, arch, usual_num_sms(arch))) for rows in _TILES]
 
 
 def has_wide_products(x: Tensor) -> bool:

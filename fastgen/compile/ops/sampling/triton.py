@@ -249,11 +249,6 @@ class SamplingKernel:
 _TORCH = {"fp32": torch.float32, "i32": torch.int32, "i64": torch.int64}
 
 
-def token_status(token_id: int) -> RowStatus:
-    """Returns a row's status by its number in ``token_ids``."""
-    return RowStatus(max(-token_id, 0))
-
-
 def _read(*arguments: tuple[str, str]) -> list[Argument]:
     return [Argument(name, dtype, "in") for name, dtype in arguments]
 

@@ -60,12 +60,12 @@ def even_share(num_decodes: int, num_pending: int, token_budget: int, sizes: Seq
     """Returns ``(target, num_prompt_tokens)``: the size to run the step at, and how many prompt tokens join the
     decodes.
 
-    With ``d`` decodes and ``R`` pending prompt tokens, budget ``B > d`` leaves ``B - d`` places a step, so the prompts
-    need ``F = ceil(R / (B - d))`` passes. Each takes an even share: the target is the smallest captured size that holds
-    ``d + ceil(R / F)``. That size is run anyway, so prompt tokens fill it as far as there are any. From
-    :data:`FILLS_FROM_PASSES` passes on it is ``B`` itself. With ``d = B``, or nothing pending, the decodes run alone.
+    With ``d`` decodes and ``p`` pending prompt tokens, a budget of ``b > d`` tokens leaves ``b - d`` for prompts, so
+    these need ``n = ceil(p / (b - d))`` passes. Each takes an even share: the target is the smallest captured size that
+    holds ``d + ceil(p / n)``. That size is run anyway, so prompt tokens fill it as far as there are any. From
+    :data:`FILLS_FROM_PASSES` passes on it is ``b`` itself. With ``d = b``, or nothing pending, the decodes run alone.
 
-    For example ``d = 4``, ``R = 600``, ``B = 512``: two passes are needed, 300 each; the target is 320 and 316 go in.
+    For example ``d = 4``, ``p = 600``, ``b = 512``: two passes are needed, 300 each; the target is 320 and 316 go in.
     """
     assert num_decodes <= token_budget, f"{num_decodes} decodes exceed the token budget {token_budget}"
     num_places = token_budget - num_decodes
