@@ -155,6 +155,7 @@ def test_replicas_come_go_and_are_replaced_under_load(tmp_path: Path) -> None:
         assert set(asked.answers) == {expected}
         assert len(asked.failures) == num_during_update, "the update is over, and requests still fail"
         assert num_during_update <= MOST_FAILURES, asked.failures
+        assert "the server is starting" not in " ".join(asked.failures), "a server got requests before it was ready"
         assert grpc_status(grpc_port) == health_pb2.HealthCheckResponse.SERVING
 
 
