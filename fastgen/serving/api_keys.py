@@ -43,6 +43,17 @@ class ApiKeys:
             keys += found
         return cls(keys)
 
+    @property
+    def digests(self) -> list[str]:
+        """Returns the SHA-256 of each key, in hexadecimal digits."""
+        return [digest.hex() for digest in self._digests]
+
+    def with_digests(self, digests: Iterable[str]) -> ApiKeys:
+        """Returns these keys and those with such :attr:`digests`."""
+        keys = ApiKeys()
+        keys._digests = [*self._digests, *map(bytes.fromhex, digests)]
+        return keys
+
     def check(self, key: str | None) -> None:
         """Raises :class:`UnauthorizedError` where ``key`` is not valid, in a time that does not depend on ``key``."""
         if not self._digests:

@@ -26,7 +26,7 @@ from fastgen.serving.http.app import create_app, prepare
 from fastgen.serving.http.connection import close_slow
 from fastgen.serving.http.generate import terminate_routes
 from fastgen.serving.http.hosts import warn_if_open
-from fastgen.serving.http.server import FLUSH_S, HttpServer, listen
+from fastgen.serving.http.server import BACKLOG, FLUSH_S, HttpServer, bind_shared, listen
 from fastgen.serving.monitoring.log import set_up_logging
 from fastgen.serving.monitoring.log_queue import LogQueue
 from fastgen.serving.open_files import within_file_limit
@@ -46,12 +46,16 @@ def run(
     options: ServeOptions,
     *,
     on_ready: Callable[[Deployment], None] | None = None,
+    on_terminate: Callable[[], None] = lambda: None,
     make_engine: Callable[[EngineWatcher], ServedEngine] | None = None,
 ) -> None:
     """Serves the model that ``fastgen.load`` would load with ``arguments``, until SIGTERM or Ctrl-C, or until a client
-    ends the server. ``on_ready`` is called with the deployment once the model is served. ``make_engine``
-    makes the engine; by default it is one process of this machine. With ``make_engine`` the server may listen at the
-    port of another server of this user, which it then replaces.
+    ends the server. ``on_ready`` is called with the deployment once the model is served, ``on_terminate`` when a client
+    ends the server.
+
+    ``make_engine`` makes the engine; by default it is one process of this machine, and the server listens before the
+    model is loaded. With ``make_engine`` the server may replace another one of this user at the same port. So it
+    listens only once it can answer, and lets its clients go to the next server as soon as it is to end.
 
     The first signal lets running requests finish, the second ends them. Then this process ends, with status 0. Raises
     ``FastgenError`` where the server cannot start, or its engine cannot be restarted.
@@ -59,7 +63,7 @@ def run(
     log = set_up_logging(options.log_format)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run(arguments, options, on_ready or (lambda deployment: None), log, make_engine))
+            runner.run(_run(arguments, options, on_ready or (lambda deployment: None), on_terminate, log, make_engine))
             end_process()
     finally:
         log.flush()
@@ -69,13 +73,20 @@ async def _run(
     arguments: Mapping[str, Any],
     options: ServeOptions,
     on_ready: Callable[[Deployment], None],
+    on_terminate: Callable[[], None],
     log: LogQueue,
     make_engine: Callable[[EngineWatcher], ServedEngine] | None,
 ) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MAX_THREADS, "work"))
     endings = Endings()
     options = within_file_limit(options)
-    ending = Ending(secrets.token_urlsafe(32), options.api_keys, endings.first.set)
+    is_shared = make_engine is not None
+
+    def terminate() -> None:
+        on_terminate()
+        endings.first.set()
+
+    ending = Ending(secrets.token_urlsafe(32), options.api_keys, terminate)
     service = Service(
         arguments,
         model_name=options.name,
@@ -84,21 +95,33 @@ async def _run(
         make_engine=make_engine,
     )
     log.on_dropped = service.metrics.log_line_dropped
-    listener = listen(options, is_shared=make_engine is not None)
+    listener = (bind_shared if is_shared else listen)(options.host, options.port)
+    if is_shared and options.grpc_port:  # gRPC listens there later, and a port that is taken is to be found now
+        bind_shared(options.host, options.grpc_port).close()
     warn_if_open(options)
     app = create_app(service, options)
     app.include_router(terminate_routes(ending))
     http = HttpServer(app, options, service.metrics)
-    by_grpc = GrpcServer(service, options, ending)
-    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    by_grpc = GrpcServer(service, options, ending, is_shared=is_shared)
+    serving: asyncio.Task[None] | None = None
+
+    async def begin() -> None:
+        nonlocal serving
+        listener.listen(BACKLOG)
+        serving = asyncio.create_task(http.serve(sockets=[listener]))
+        await by_grpc.start()
+
     closing = asyncio.create_task(close_slow(http.server_state, options.connections))
     preparing = asyncio.create_task(prepare(app))
     if not sys.stderr.isatty():  # a terminal shows the progress of loading
         _log.info("loading %s; its address is printed once it is served", arguments["model"])
     try:
-        await by_grpc.start()
+        if not is_shared:
+            await begin()
         if await endings.first_or(service.start()):
             await preparing
+            if is_shared:
+                await begin()
             address = _address(options, listener)
             deployment = this_deployment(
                 name=service.model_name,
@@ -114,26 +137,30 @@ async def _run(
                 write_text(STDOUT, announcement(deployment, needs_key=bool(options.api_keys)))
                 on_ready(deployment)
                 await endings.first_or(_failure(service))
-                if make_engine is not None:  # a server that replaces this one takes new connections
-                    http.stop_listening()
+                if is_shared:
+                    http.leave()
+                    by_grpc.leave(options.drain_timeout_s + FLUSH_S)
                 _log.info("ending: running requests may take %g s to finish", options.drain_timeout_s)
                 await endings.second_or(service.drain(options.drain_timeout_s))
     finally:
         await stop_all(service, by_grpc, http, serving, endings)
+        listener.close()
         closing.cancel()
         preparing.cancel()
 
 
 async def stop_all(
-    service: Service, by_grpc: GrpcServer, http: HttpServer, serving: asyncio.Task[None], endings: Endings
+    service: Service, by_grpc: GrpcServer, http: HttpServer, serving: asyncio.Task[None] | None, endings: Endings
 ) -> None:
     """Ends the engine, then gRPC and HTTP. Each has ``FLUSH_S`` seconds, so that the last answers reach their clients.
-    The second signal ends at once what is left.
+    The second signal ends at once what is left. ``serving`` runs ``http``, if that has begun.
     """
     if not await endings.second_or(service.stop(FLUSH_S)):
         await service.stop(0.0)
     if not await endings.second_or(by_grpc.stop(FLUSH_S)):
         await by_grpc.stop(0.0)
+    if serving is None:
+        return
     http.should_exit = True
     if not await endings.second_or(asyncio.wait({serving})):
         http.force_exit = True

@@ -100,7 +100,7 @@ class Client:
 @asynccontextmanager
 async def serving(options: ServeOptions) -> AsyncIterator[Served]:
     app, metrics = Application(), ServerMetrics(lambda: True)
-    listener = listen(options)
+    listener = listen(options.host, options.port)
     http = HttpServer(app, options, metrics)
     tasks = [asyncio.create_task(http.serve(sockets=[listener]))]
     tasks.append(asyncio.create_task(close_slow(http.server_state, options.connections)))

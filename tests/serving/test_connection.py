@@ -454,7 +454,7 @@ def test_a_client_that_goes_with_requests_still_queued_on_its_connection_ends_th
 
         waits = asyncio.Event()
         options = ServeOptions(port=0)
-        listener = listen(options)
+        listener = listen(options.host, options.port)
         http = HttpServer(app, options, ServerMetrics(lambda: True))
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         async with asyncio.timeout(WAIT_S):

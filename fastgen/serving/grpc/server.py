@@ -191,11 +191,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # i
 
 
 class GrpcServer:
-    """All gRPC services for ``service``, if ``options`` enable gRPC; nothing otherwise."""
+    """All gRPC services for ``service``, if ``options`` enable gRPC; nothing otherwise. With ``is_shared`` other
+    processes of this user may listen at the port too.
+    """
 
-    def __init__(self, service: Service, options: ServeOptions, ending: Ending):
-        self._service, self._options, self._ending = service, options, ending
+    def __init__(self, service: Service, options: ServeOptions, ending: Ending, *, is_shared: bool = False):
+        self._service, self._options, self._ending, self._is_shared = service, options, ending, is_shared
         self._server: grpc.aio.Server | None = None
+        self._leaving: asyncio.Task[None] | None = None
         # The served address: ``host:port``, with ``grpcs://`` before it for TLS.
         self.address: str | None = None
 
@@ -205,7 +208,7 @@ class GrpcServer:
             return
         limits = self._options.connections
         self._server = server = grpc.aio.server(
-            options=(*connection_options(limits), ("grpc.so_reuseport", 0)),
+            options=(*connection_options(limits), ("grpc.so_reuseport", int(self._is_shared))),
             maximum_concurrent_rpcs=max_calls(self._options.limits),
         )
         servicer = GenerationServicer(
@@ -232,6 +235,10 @@ class GrpcServer:
             return int(server.add_insecure_port(address))
         pair = (key.read_bytes(), certificate.read_bytes())
         return int(server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
+
+    def leave(self, timeout_s: float) -> None:
+        """Begins to :meth:`stop`: clients make their next calls at the server that replaces this one."""
+        self._leaving = asyncio.create_task(self.stop(timeout_s))
 
     async def stop(self, timeout_s: float) -> None:
         """Accepts no more calls, and cuts off the open ones after ``timeout_s``. After it is cancelled, another call

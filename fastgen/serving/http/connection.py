@@ -193,6 +193,13 @@ class LimitedConnection(HttpToolsProtocol):
             else:
                 self.transport.close()
 
+    def leave(self) -> None:
+        """Ends the connection with its present answer, or at once if it is idle after an answer. One on which a request
+        is coming remains.
+        """
+        if self.cycle is not None and not (self.cycle.response_complete and self._has_head_begun):
+            self.shutdown()
+
     def _close_after_answers(self) -> None:
         """Takes no more requests. The connection is closed after the answer to the last one taken."""
         self._is_full = True

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from fastgen.runtime.metrics import Metrics
 from fastgen.serving.engine.engine import ReplicaView
-from fastgen.serving.http.shared_query import SharedQuery
+from fastgen.serving.http.shared_query import SharedQueries
 from fastgen.serving.monitoring.live import LiveView
 from fastgen.serving.refusals import RefusedError, UnavailableError
 from fastgen.serving.service import Service, State
@@ -101,18 +101,13 @@ def live_routes(service: Service) -> APIRouter:
     page, so it is not part of the documented API.
     """
     router = APIRouter(include_in_schema=False)
-    # By the id of the replica; ``None`` on a server without replicas.
-    queries: dict[str | None, SharedQuery[LiveView | None]] = {}
+    live_views = SharedQueries(partial(_live_view, service))
 
     @router.get("/live")
     async def live(replica: str | None = None) -> Response:
         views = service.engine.replica_views()
         shown = _shown(views, replica)
-        for gone in queries.keys() - {None, *(view.id for view in views)}:
-            del queries[gone]
-        if shown not in queries:
-            queries[shown] = SharedQuery(partial(_live_view, service, shown))
-        view = await queries[shown].take()
+        view = await live_views.take(shown)
         body = msgspec.json.encode(_live(service, views, shown, view))
         return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -10,9 +9,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from fastgen.serving.clients.records import NUMBERS_HEADER, REPLICAS_HEADER
-from fastgen.serving.engine.messages import RecordingReply
 from fastgen.serving.http.errors import ERRORS
-from fastgen.serving.http.shared_query import SharedQuery
+from fastgen.serving.http.shared_query import SharedQueries
 from fastgen.serving.service import Service
 
 MEDIA_TYPE = "application/jsonl"
@@ -23,8 +21,7 @@ RequestId = Annotated[str | None, Query(max_length=256, description="The id of a
 def recording_routes(service: Service) -> APIRouter:
     """Returns the route, for ``service``."""
     router = APIRouter(responses=ERRORS)
-    # By the id of the replica; ``None`` is the first engine.
-    queries: dict[str | None, SharedQuery[RecordingReply]] = {}
+    recordings = SharedQueries(service.recording)
 
     @router.get(
         "/recording",
@@ -41,9 +38,7 @@ def recording_routes(service: Service) -> APIRouter:
         if replica is not None and replica not in {view.id for view in service.engine.replica_views()}:
             raise HTTPException(404, f"there is no replica {replica!r:.200} now")
         named = replica or (answered[0] if answered else "") or None
-        if named not in queries:
-            queries[named] = SharedQuery(partial(service.recording, named))
-        reply, headers = await queries[named].take(), {}
+        reply, headers = await recordings.take(named), {}
         if request is not None:
             numbers = [reply.request_ids.get(place[1]) for place in places if place and place[0] == (named or "")]
             found = [str(number) for number in numbers if number is not None]

@@ -21,6 +21,9 @@ from fastgen.serving.options import ServeOptions
 
 # How long the last answers of an ending server may take to reach their clients.
 FLUSH_S = 5.0
+# Connections that the kernel keeps until they are accepted.
+BACKLOG = 2048
+_CLOSE = (b"connection", b"close")
 
 
 class HttpServer(uvicorn.Server):
@@ -33,10 +36,17 @@ class HttpServer(uvicorn.Server):
         super().__init__(_config(app, options, metrics))
         metrics.connections.set_function(lambda: len(self.server_state.connections))
 
-    def stop_listening(self) -> None:
-        """Accepts no more connections. Open ones remain."""
+    def leave(self) -> None:
+        """Accepts no more connections, and lets the open ones end, so that clients connect to the server that replaces
+        this one. Each ends with its present or next answer; one that is idle after an answer is closed at once.
+        """
         for server in self.servers:
             server.close()
+        self.config.encoded_headers.append(_CLOSE)  # from which the default headers are made every second
+        self.server_state.default_headers = [*self.server_state.default_headers, _CLOSE]
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, LimitedConnection):
+                connection.leave()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -71,13 +81,49 @@ def _config(app: ASGIApp, options: ServeOptions, metrics: ServerMetrics) -> uvic
     )
 
 
-def listen(options: ServeOptions, *, is_shared: bool = False) -> socket.socket:
-    """Returns a socket at the requested address. With ``is_shared`` other processes of this user may listen there too.
-    Raises ``InvalidArgumentError`` if the address is not available.
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens at this address. Raises ``InvalidArgumentError`` if it is not available."""
+    with _refused(host, port):
+        return socket.create_server((host, port), family=_family(host), backlog=BACKLOG)
+
+
+def bind_shared(host: str, port: int) -> socket.socket:
+    """Returns a socket at this address that does not listen yet. Other processes of this user may listen there, and get
+    all connections until this one listens too. Raises ``InvalidArgumentError`` if the address is not available.
     """
+    bound = socket.socket(_family(host))
+    with _refused(host, port):
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if bound.family == socket.AF_INET6:
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # as `listen` has it
+            bound.bind((host, port))
+        except OSError:
+            bound.close()
+            raise
+    return bound
+
+
+@contextmanager
+def hold_port(host: str, port: int) -> Iterator[int]:
+    """Keeps ``port``, 0 for a free one, for sockets of :func:`bind_shared` until the block is left. Yields the port.
+    Raises ``InvalidArgumentError`` if anything listens there, or another process holds it.
+    """
+    if port:
+        listen(host, port).close()  # fails also where a shared socket would not
+    with bind_shared(host, port) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # or others could bind it until something listens
+        yield int(held.getsockname()[1])
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+@contextmanager
+def _refused(host: str, port: int) -> Iterator[None]:
     try:
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        address = (options.host, options.port)
-        return socket.create_server(address, family=family, backlog=2048, reuse_port=is_shared)
+        yield
     except OSError as error:
-        raise InvalidArgumentError(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from error
+        raise InvalidArgumentError(f"cannot listen on {host}:{port}: {error.strerror}") from error

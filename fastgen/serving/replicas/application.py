@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray import serve
@@ -13,7 +13,7 @@ from ray.serve.config import RequestRouterConfig
 from fastgen.serving.arguments import sort_arguments
 from fastgen.serving.replicas.cluster import machines
 from fastgen.serving.replicas.ingress import Ingress
-from fastgen.serving.replicas.placement import NoRoomError, needs_of
+from fastgen.serving.replicas.placement import Machine, NoRoomError, needs_of
 from fastgen.serving.replicas.replica import EngineReplica
 from fastgen.serving.replicas.router import ReplicaRouter
 from fastgen.serving.replicas.settings import (
@@ -36,9 +36,12 @@ _ROUTER: Any = ReplicaRouter  # Ray's annotation does not name classes, which it
 _HEAD = "node:__internal_head__"
 
 
-def application(given: Mapping[str, Any], api_key: str | None = None) -> Application:
+def application(
+    given: Mapping[str, Any], *, key_digests: Sequence[str] = (), on: Sequence[Machine] | None = None
+) -> Application:
     """Returns the application that serves the model with these arguments of ``fastgen.serve``, as ``serve run`` and
-    ``serve deploy`` take it too. ``replicas`` is one of them.
+    ``serve deploy`` take it too. ``replicas`` is one of them. Ray keeps the digests of API keys with it, and no key.
+    ``on`` are the machines for replicas, by default those of the cluster as if nothing ran there.
 
     Raises ``InvalidArgumentError`` for arguments that cannot be met on any machine, and ``NoRoomError`` where the
     machines of the cluster are too few or too small.
@@ -46,7 +49,7 @@ def application(given: Mapping[str, Any], api_key: str | None = None) -> Applica
     given = with_absolute_paths(given)
     load_arguments, options = sort_arguments(given, reads_keys=False)  # the ingress reads them
     check_ports(options)
-    needs = needs_of(load_arguments, options.replicas or 1, machines())
+    needs = needs_of(load_arguments, options.replicas or 1, machines() if on is None else on)
     settings = settings_of(options)
     replicas = serve.deployment(
         name=REPLICAS,
@@ -64,7 +67,7 @@ def application(given: Mapping[str, Any], api_key: str | None = None) -> Applica
         ray_actor_options={"num_cpus": 0, "resources": {_HEAD: 0.001}},
         max_constructor_retry_count=_MAX_STARTS,
         **settings[INGRESS],
-    )(Ingress).bind(replicas, given, api_key)
+    )(Ingress).bind(replicas, given, key_digests)
     return ingress
 
 

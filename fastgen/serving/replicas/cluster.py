@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.serving.replicas.placement import Machine
+from fastgen.serving.replicas.settings import APP, REPLICAS
 from fastgen.version import install_command
 
 # The release of Ray whose interface for routers is known. Ray calls it alpha, so another release may have another.
@@ -92,21 +95,38 @@ def connected(address: str | None) -> Iterator[Cluster]:
 
 def machines() -> list[Machine]:
     """Returns the machines of the cluster that this process is connected to."""
+    return [_machine(node, node["Resources"]) for node in _nodes()]
+
+
+def machines_in_use() -> list[Machine]:
+    """Returns the same as :func:`machines`, each with what nothing has reserved of it now."""
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()  # type: ignore[no-untyped-call]
+    found = []
+    for node in _nodes():
+        left = free.get(node["NodeID"], node["Resources"])  # a machine that has just joined has yet to report
+        found.append(replace(_machine(node, node["Resources"]), free=_machine(node, left)))
+    return found
+
+
+def num_waiting_for_room() -> int:
+    """Returns how many replicas have no placement group yet, since no machine has room for them."""
+    from ray.util import placement_group_table
+
+    groups = placement_group_table().values()
+    return sum(each["state"] == "PENDING" and f"{APP}#{REPLICAS}#" in each["name"] for each in groups)
+
+
+def _nodes() -> list[dict[str, Any]]:
     import ray
 
-    found = []
-    for node in ray.nodes():  # type: ignore[no-untyped-call]
-        resources = node["Resources"]
-        if node["Alive"]:
-            found.append(
-                Machine(
-                    node["NodeManagerHostname"],
-                    int(resources.get("CPU", 0)),
-                    int(resources.get("GPU", 0)),
-                    int(resources.get("memory", 0)),
-                )
-            )
-    return found
+    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+
+
+def _machine(node: Mapping[str, Any], resources: Mapping[str, float]) -> Machine:
+    cpus, gpus, memory = (int(resources.get(name, 0)) for name in ("CPU", "GPU", "memory"))
+    return Machine(node["NodeManagerHostname"], cpus, gpus, memory)
 
 
 def _check_answers(address: str) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
-import socket
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastgen.errors import FastgenError
-from fastgen.serving.api_keys import API_KEY_VARIABLE
+from fastgen.serving.api_keys import API_KEY_VARIABLE, ApiKeys
 from fastgen.serving.arguments import sort_arguments
 from fastgen.serving.clients.deployments import Deployment
+from fastgen.serving.http.server import hold_port
+from fastgen.serving.options import ServeOptions
 from fastgen.serving.output import STDOUT, write_text
-from fastgen.serving.replicas.cluster import Cluster, connected
-from fastgen.serving.replicas.settings import APP, INGRESS
+from fastgen.serving.replicas.cluster import Cluster, connected, machines_in_use, num_waiting_for_room
+from fastgen.serving.replicas.settings import APP, INGRESS, INGRESS_END_S
 from fastgen.serving.run import announcement
 
 if TYPE_CHECKING:
@@ -25,6 +29,11 @@ if TYPE_CHECKING:
 
 # How often the application is looked at while it starts, and while it runs: a look costs Ray Serve some milliseconds.
 _START_POLL_S, _POLL_S = 0.25, 2.0
+# Most characters of an error that are logged.
+_MOST_LOGGED = 300
+# Of the message with which Ray Serve reports, after 30 s, that replicas are not scheduled.
+_IS_WAITING = "to be scheduled"
+_log = logging.getLogger(__name__)
 
 
 def run_replicas(given: Mapping[str, Any], *, on_ready: Callable[[Deployment], None] | None = None) -> None:
@@ -34,16 +43,15 @@ def run_replicas(given: Mapping[str, Any], *, on_ready: Callable[[Deployment], N
     Raises ``FastgenError`` where the server cannot start.
     """
     _, options = sort_arguments(given)
-    api_key = os.environ.pop(API_KEY_VARIABLE, None)  # only the server's process is to have it
-    ports = {"port": options.port, "grpc_port": options.grpc_port}
-    given = {**given, **{name: _free_port(options.host) for name, port in ports.items() if port == 0}}
-    with connected(options.address) as cluster:
+    # The cluster's processes are to have no key.
+    key_digests = ApiKeys.load(None, {API_KEY_VARIABLE: os.environ.pop(API_KEY_VARIABLE, "")}).digests
+    with _ports(options) as ports, connected(options.address) as cluster:
         from ray import serve
 
         from fastgen.serving.replicas.application import application
 
         endings = _Endings()
-        app = application(given, api_key)
+        app = application({**given, **ports}, key_digests=key_digests, on=machines_in_use())
         # Ray Serve says why a deployment fails. Its controller, if it is this command's, would print stack traces too.
         log_level = "CRITICAL" if options.address is None else "WARNING"
         serve.start(proxy_location="Disabled", logging_config={"log_level": log_level})
@@ -63,10 +71,11 @@ def run_replicas(given: Mapping[str, Any], *, on_ready: Callable[[Deployment], N
             while not endings.first.wait(_POLL_S) and _application(cluster) is not None:
                 pass
             if endings.first.is_set():
-                _end(ingress, cluster, endings)
+                _end(ingress, cluster, endings, options.drain_timeout_s + INGRESS_END_S)
         finally:
             if cluster.is_alive:
-                serve.delete(APP)
+                with _unless_it_fails("the application cannot be deleted"):
+                    serve.delete(APP)
 
 
 def _until_running(cluster: Cluster, endings: _Endings) -> bool:
@@ -82,6 +91,12 @@ def _until_running(cluster: Cluster, endings: _Endings) -> bool:
         has_failed = any("Error: " in one.message for one in application.deployments.values())
         if has_failed or application.status in ("DEPLOY_FAILED", "UNHEALTHY"):  # another attempt would fail too
             raise FastgenError(_failure_text(application))
+        is_waiting = any(_IS_WAITING in one.message for one in application.deployments.values())
+        if is_waiting and (number := num_waiting_for_room()):  # and not only for processes that start slowly
+            raise FastgenError(
+                f"{number} of the replicas have found no room on the machines of the cluster: what these have is in "
+                "use, as `ray status` shows; start fewer replicas, or add machines with `ray start --address`"
+            )
     return False
 
 
@@ -94,13 +109,29 @@ def _application(cluster: Cluster) -> ApplicationStatusOverview | None:
     return serve.status().applications.get(APP)
 
 
-def _end(ingress: DeploymentHandle[Any], cluster: Cluster, endings: _Endings) -> None:
-    """Ends the server, whose running requests may finish until the second signal."""
-    ending = ingress.end.remote()
-    while not endings.second.is_set() and cluster.is_alive:
-        with contextlib.suppress(TimeoutError):
-            ending.result(timeout_s=_START_POLL_S)
-            return
+def _end(ingress: DeploymentHandle[Any], cluster: Cluster, endings: _Endings, timeout_s: float) -> None:
+    """Ends the server, whose running requests may finish until the second signal, or for ``timeout_s``. An ingress that
+    fails, or has no process, has nothing to finish.
+    """
+    until_s = time.monotonic() + timeout_s
+    with _unless_it_fails("the server cannot be ended in order"):
+        ending = ingress.end.remote()
+        while not endings.second.is_set() and cluster.is_alive and time.monotonic() < until_s:
+            with contextlib.suppress(TimeoutError):
+                ending.result(timeout_s=_START_POLL_S)
+                return
+
+
+@contextmanager
+def _unless_it_fails(what: str) -> Iterator[None]:
+    """Logs the errors of calls through Ray in the block: this command ends in any case."""
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        yield
+    except (RayError, RayServeException, TimeoutError) as error:
+        _log.warning("%s: %s", what, " ".join(str(error).split())[:_MOST_LOGGED])
 
 
 def _failure_text(application: ApplicationStatusOverview) -> str:
@@ -123,8 +154,19 @@ class _Endings:
             signal.signal(number, lambda *_: (self.second if self.first.is_set() else self.first).set())
 
 
-def _free_port(host: str) -> int:
-    """Returns a port that is free."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as listener:
-        return int(listener.getsockname()[1])
+@contextmanager
+def _ports(options: ServeOptions) -> Iterator[dict[str, int]]:
+    """Yields the ports of the server, free ones for 0. A server on this machine has them to itself until the block is
+    left: its processes share ports, so that one can replace another, and would share them with another server too.
+
+    Raises ``InvalidArgumentError`` if one of them is in use.
+    """
+    given = {"port": options.port, "grpc_port": options.grpc_port}
+    wanted = {name: port for name, port in given.items() if port is not None}
+    with ExitStack() as stack:
+        if options.address is None:
+            yield {name: stack.enter_context(hold_port(options.host, port)) for name, port in wanted.items()}
+            return
+        with ExitStack() as found:  # the head, which may be another machine, may have another user
+            ports = {name: port or found.enter_context(hold_port(options.host, port)) for name, port in wanted.items()}
+        yield ports

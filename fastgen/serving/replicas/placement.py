@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastgen.arguments import in_gib, parse_bytes
@@ -26,6 +26,19 @@ class Machine:
     num_cpus: int
     num_gpus: int
     memory_bytes: int
+    # What of it is not in use, where only that counts.
+    free: Machine | None = None
+
+    @property
+    def room(self) -> Machine:
+        """Returns what replicas may take of it."""
+        return self.free or self
+
+    @property
+    def text(self) -> str:
+        room = self.room
+        found = f"{self.host} has {room.num_cpus} CPUs, {room.num_gpus} GPUs and {in_gib(room.memory_bytes)}"
+        return found if room in (self, replace(self, free=None)) else f"{found} that are not in use"
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,7 @@ def needs_of(load_arguments: Mapping[str, Any], num_replicas: int, machines: Seq
     Raises ``NoRoomError`` where there is no room for all of them.
     """
     machines = [machine for machine in machines if machine.num_cpus]  # the head of a cluster may lend none
+    rooms = [machine.room for machine in machines if machine.room.num_cpus]
     wanted, num_ranks = str(load_arguments.get("device", "auto")), int(load_arguments.get("tensor_parallel", 1))
     has_gpus = any(machine.num_gpus for machine in machines)
     memory = load_arguments.get("memory")
@@ -77,8 +91,8 @@ def needs_of(load_arguments: Mapping[str, Any], num_replicas: int, machines: Seq
             raise InvalidArgumentError(f"device={wanted!r}: Ray chooses the GPUs of a replica; ask for 'cuda'")
         needs = Needs(num_ranks, num_ranks, memory_bytes, {**load_arguments, "device": "cuda"})
     else:
-        needs = _needs_of_cpus(load_arguments, num_replicas, machines, memory_bytes)
-    room = sum(map(needs.count_on, machines))
+        needs = _needs_of_cpus(load_arguments, num_replicas, rooms, memory_bytes)
+    room = sum(map(needs.count_on, rooms))
     if room < num_replicas:
         raise NoRoomError(_no_room(needs, num_replicas, room, machines))
     return needs
@@ -92,16 +106,13 @@ def _needs_of_cpus(
     num_threads = load_arguments.get("num_threads") or max(1, num_cores // most_on_one)
     limited = {**load_arguments, "device": "cpu", "num_threads": num_threads}
     if memory_bytes is None and most_on_one > 1:
-        smallest = min(machine.memory_bytes for machine in machines)
+        smallest = min((machine.memory_bytes for machine in machines), default=0)
         limited["memory"] = int(_SHARE_OF_MEMORY * smallest / most_on_one)
     return Needs(num_threads, 0, memory_bytes, limited)
 
 
 def _no_room(needs: Needs, num_replicas: int, room: int, machines: Sequence[Machine]) -> str:
-    listed = "; ".join(
-        f"{each.host} has {each.num_cpus} CPUs, {each.num_gpus} GPUs and {in_gib(each.memory_bytes)}"
-        for each in machines
-    )
+    listed = "; ".join(machine.text for machine in machines)
     ways = "start fewer replicas, add machines with `ray start --address`"
     ways += "" if needs.num_gpus else ", or give each replica fewer threads (num_threads)"
     ways += ", or less memory" if needs.memory_bytes else ""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from ray.scripts.scripts import cli as ray_cli
+from ray.serve._private.deployment_state import SLOW_STARTUP_WARNING_S
 from ray.serve.schema import ServeDeploySchema
 from ray.serve.scripts import cli as serve_cli
 from typer.testing import CliRunner
@@ -93,6 +94,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"{application._MAX_STARTS}",
         f"{settings.FINISH_S:g} s (`graceful_shutdown_timeout_s`)",
         f"`--drain-timeout` and {settings.INGRESS_END_S:g} s more",
+        f"{SLOW_STARTUP_WARNING_S:g} s",
         f"{cluster._CONNECT_S:g} s",
     ]
     assert f"has `graceful_shutdown_timeout_s` ({settings.FINISH_S:g} s)" in PAGE

@@ -7,21 +7,30 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
+import httpx2
 import pytest
 import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.serving.replicas.ray_cluster import RayCluster, free_ports, ray_cluster
 
 pytestmark = pytest.mark.slow
 # A replica is ready after about 10 s on two cores that have other work.
 READY_S = 180.0
+BODY = {"model": "tiny-llama", "max_tokens": 8, "temperature": 0}
+NUM_THREADS = 4
+# The pause after a failure for which the server names none.
+RETRY_S = 0.05
+# Most requests that may fail in a rolling update of replicas and server, three of each thread: one whose connection was
+# in the queue of the old server when that stopped to listen, and two while no replica was known.
+MOST_FAILURES = 3 * NUM_THREADS
 
 
 def printed(*flags: str) -> dict[str, Any]:
@@ -52,52 +61,76 @@ def num_running(application: dict[str, Any]) -> int:
 
 
 def text_of(port: int, prompt: str) -> str:
-    body = {"model": "tiny-llama", "prompt": prompt, "max_tokens": 8, "temperature": 0}
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=READY_S) as answer:
-        return str(json.load(answer)["choices"][0]["text"])
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    response = httpx2.post(url, json=BODY | {"prompt": prompt}, timeout=READY_S)
+    return str(response.raise_for_status().json()["choices"][0]["text"])
+
+
+@dataclass
+class Asked:
+    """The answers to requests, and what came in place of one: an error of the server, or of the connection."""
+
+    answers: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
 
 @contextmanager
-def asking(port: int) -> Iterator[list[str]]:
-    """Sends requests one after the other from several threads, until the block is left. Yields the answers, or what
-    came in place of them. A connection that is refused or cut before an answer began is opened again, as clients do.
+def asking(port: int) -> Iterator[Asked]:
+    """Sends requests one after the other from several threads, until the block is left. Half of the threads open a
+    connection for each request, the others keep theirs. After a failure a thread waits as long as the server says, as
+    clients do.
     """
-    answers: list[str] = []
-    has_ended = threading.Event()
+    asked, has_ended = Asked(), threading.Event()
 
-    def ask() -> None:
-        while not has_ended.is_set():
-            try:
-                answers.append(text_of(port, "Once upon a time"))
-            except urllib.error.HTTPError as error:
-                answers.append(f"{error.code} {error.read().decode()}")
-            except OSError:
-                time.sleep(0.05)
+    def ask(client: httpx2.Client) -> None:
+        pause_s = RETRY_S
+        try:
+            response = client.post("/v1/completions", json=BODY | {"prompt": "Once upon a time"})
+            if response.status_code == 200:
+                asked.answers.append(response.json()["choices"][0]["text"])
+                return
+            asked.failures.append(f"{response.status_code} {response.text}")
+            pause_s = float(response.headers.get("retry-after", RETRY_S))
+        except Exception as error:  # all count, and none may end the thread
+            asked.failures.append(repr(error))
+        has_ended.wait(pause_s)
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
+    def ask_on(keeps_connection: bool) -> None:
+        limits = httpx2.Limits(max_keepalive_connections=int(keeps_connection))
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=READY_S, limits=limits) as client:
+            while not has_ended.is_set():
+                ask(client)
+
+    threads = [threading.Thread(target=ask_on, args=(number % 2 == 0,)) for number in range(NUM_THREADS)]
     for thread in threads:
         thread.start()
     try:
-        yield answers
+        yield asked
     finally:
         has_ended.set()
         for thread in threads:
             thread.join()
 
 
-def until_more(answers: list[str], expected: str, number: int = 20) -> None:
-    """Waits until more requests were answered as expected."""
-    wanted, until_s = answers.count(expected) + number, time.monotonic() + READY_S
-    while answers.count(expected) < wanted:
-        assert time.monotonic() < until_s
+def until_more(asked: Asked, number: int = 20) -> None:
+    """Waits until more requests were answered."""
+    wanted, until_s = len(asked.answers) + number, time.monotonic() + READY_S
+    while len(asked.answers) < wanted:
+        assert time.monotonic() < until_s, asked.failures[-5:]
         time.sleep(0.05)
 
 
+def grpc_status(port: int) -> Any:
+    """Returns what the standard health service answers on a new connection."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}", (("grpc.use_local_subchannel_pool", 1),)) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        return health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=READY_S).status
+
+
 def test_replicas_come_go_and_are_replaced_under_load(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    config = printed("--replicas", "2", "--num-threads", "1", "--memory", "1GiB", "--port", str(port))
+    port, grpc_port = free_ports(2)
+    flags = ("--replicas", "2", "--num-threads", "1", "--memory", "1GiB")
+    config = printed(*flags, "--port", str(port), "--grpc-port", str(grpc_port))
     (application,) = config["applications"]
     replicas, file = application["deployments"][0], tmp_path / "fastgen.yaml"
     with ray_cluster(num_cpus=3) as cluster:
@@ -105,20 +138,25 @@ def test_replicas_come_go_and_are_replaced_under_load(tmp_path: Path) -> None:
         deploy(cluster, config, file)
         wait_for(cluster, lambda each: each["status"] == "RUNNING")
         expected = text_of(port, "Once upon a time")
-        with asking(port) as answers:
+        with asking(port) as asked:
             for number in (2, 1, 2):
                 replicas["num_replicas"] = number
                 deploy(cluster, config, file)
                 wait_for(cluster, lambda each, n=number: each["status"] == "RUNNING" and num_running(each) == n)
-                until_more(answers, expected)
-            assert set(answers) == {expected}
+                until_more(asked)
+            assert asked.failures == []
             before = ids_of(wait_for(cluster, lambda each: num_running(each) == 2))
             application["args"]["max_num_seqs"] = 8  # a rolling update of replicas and server
             deploy(cluster, config, file)
             wait_for(cluster, lambda each: each["status"] == "RUNNING" and not before & ids_of(each))
-            until_more(answers, expected)
-        # An old replica may be gone a moment before the server knows the new one.
-        assert {answer for answer in answers if not answer.startswith("503 ")} == {expected}
+            until_more(asked)
+            num_during_update = len(asked.failures)
+            until_more(asked, 4 * NUM_THREADS)
+        assert set(asked.answers) == {expected}
+        assert len(asked.failures) == num_during_update, "the update is over, and requests still fail"
+        assert num_during_update <= MOST_FAILURES, asked.failures
+        assert "the server is starting" not in " ".join(asked.failures), "a server got requests before it was ready"
+        assert grpc_status(grpc_port) == health_pb2.HealthCheckResponse.SERVING
 
 
 def ids_of(application: dict[str, Any]) -> set[str]:
@@ -162,7 +200,7 @@ def test_the_printed_file_is_deployed_scaled_and_ended(tmp_path: Path) -> None:
         while cluster.applications():
             assert time.monotonic() < until_s
             time.sleep(0.25)
-        with pytest.raises(OSError, match="refused"):
+        with pytest.raises(httpx2.ConnectError, match="refused"):
             text_of(port, "Once upon a time")
 
 
@@ -184,9 +222,9 @@ def test_ray_serve_scales_by_the_requests_that_are_ongoing(tmp_path: Path) -> No
         deploy(cluster, config, file)
         wait_for(cluster, lambda each: each["status"] == "RUNNING" and num_running(each) == 1)
         expected = text_of(port, "Once upon a time")
-        with asking(port) as answers:
+        with asking(port) as asked:
             wait_for(cluster, lambda each: num_running(each) == 2)
-            until_more(answers, expected)
+            until_more(asked)
         wait_for(cluster, lambda each: num_running(each) == 1)
-        assert set(answers) == {expected}
+        assert (set(asked.answers), asked.failures) == ({expected}, [])
         assert text_of(port, "Once upon a time") == expected

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx2
 import pytest
@@ -56,6 +57,12 @@ async def complete(client: httpx2.AsyncClient, prompt: str, **more: object) -> h
     return await client.post("/v1/completions", json=BODY | {"prompt": prompt} | more)
 
 
+async def views(client: httpx2.AsyncClient) -> list[dict[str, Any]]:
+    """Returns the present state of each replica."""
+    replicas: list[dict[str, Any]] = (await client.get("/live")).json()["replicas"]
+    return replicas
+
+
 def text_of(response: httpx2.Response) -> str:
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["text"])
@@ -99,14 +106,19 @@ def test_a_killed_replica_loses_no_request_that_had_not_begun_and_returns(
     async def run() -> list[httpx2.Response]:
         async with httpx2.AsyncClient(base_url=replicas.address, timeout=WAIT_S) as client:
             waiting = [
-                asyncio.create_task(complete(client, prompt, max_tokens=200, ignore_eos=True)) for prompt in prompts
+                asyncio.create_task(complete(client, prompt, max_tokens=400, ignore_eos=True)) for prompt in prompts
             ]
-            await asyncio.sleep(0.3)
+            while len([each for each in await views(client) if each["outstanding_tokens"]]) < 2:
+                assert not all(each.done() for each in waiting), "the replicas were not busy at the same time"
+            os.kill(killed, signal.SIGSTOP)  # what is in it stays in it, which is seen once it is silent
+            while not (silent := [each for each in await views(client) if each["state"] == "silent"]):
+                await asyncio.sleep(0.1)
+            assert silent[0]["outstanding_tokens"], "no request was in the replica that is killed"
             os.kill(killed, signal.SIGKILL)
             return await asyncio.gather(*waiting)
 
     got = asyncio.run(run())
-    sampling = fastgen.SamplingParams(temperature=0.0, max_new_tokens=200, ignore_eos=True)
+    sampling = fastgen.SamplingParams(temperature=0.0, max_new_tokens=400, ignore_eos=True)
     assert [text_of(each) for each in got] == [output.text for output in llm.generate(prompts, sampling)]
     until_ready(replicas, 2)
     assert killed not in started_by(replicas.process.pid, REPLICA)

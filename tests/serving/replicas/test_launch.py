@@ -1,0 +1,201 @@
+"""The command in the foreground, without Ray: its ports, its keys, and its end."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray import serve
+from ray.exceptions import RayActorError
+
+from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.serving.api_keys import ApiKeys
+from fastgen.serving.options import ServeOptions
+from fastgen.serving.refusals import UnauthorizedError
+from fastgen.serving.replicas import application, cluster, launch
+from fastgen.serving.replicas.placement import Machine, NoRoomError, needs_of
+
+GIB = 1 << 30
+# Looks at a call that is not answered, after which a test takes the wait for endless.
+MANY = 100
+
+
+class Ingress:
+    """Takes the place of a handle whose calls end as the test says."""
+
+    def __init__(self, *results: BaseException | None):
+        self.end, self._results, self.num_looks = SimpleNamespace(remote=lambda: self), list(results), 0
+
+    def result(self, timeout_s: float) -> None:
+        self.num_looks += 1
+        assert self.num_looks < MANY
+        result = self._results.pop(0) if self._results else TimeoutError()
+        if result is not None:
+            raise result
+
+
+@pytest.fixture
+def endings() -> Any:
+    return SimpleNamespace(first=threading.Event(), second=threading.Event())
+
+
+ALIVE: Any = SimpleNamespace(is_alive=True)
+
+
+def end(ingress: Any, endings: Any, timeout_s: float) -> None:
+    launch._end(ingress, ALIVE, endings, timeout_s)
+
+
+def test_an_end_that_no_ingress_answers_is_given_up_in_time(endings: Any) -> None:
+    end(Ingress(), endings, 0.0)
+
+
+def test_an_ingress_that_dies_while_it_ends_is_no_error(endings: Any) -> None:
+    ingress = Ingress(TimeoutError(), RayActorError())
+    end(ingress, endings, 60.0)
+    assert ingress.num_looks == 2
+
+
+def test_an_end_is_waited_for_until_it_is_done_or_a_second_signal_comes(endings: Any) -> None:
+    ingress = Ingress(TimeoutError(), TimeoutError(), None)
+    end(ingress, endings, 60.0)
+    assert ingress.num_looks == 3
+    endings.second.set()
+    ingress = Ingress()
+    end(ingress, endings, 60.0)
+    assert ingress.num_looks == 0
+
+
+def application_with(message: str, status: str) -> Any:
+    deployments = {"Replicas": SimpleNamespace(message=message)}
+    return SimpleNamespace(status=status, message="", deployments=deployments)
+
+
+WAITS = "Deployment 'Replicas' in application 'fastgen' has 2 replicas that have taken more than 30s to be scheduled."
+
+
+def test_replicas_that_others_leave_no_room_for_are_an_error(endings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = [application_with("", "DEPLOYING"), application_with(WAITS, "DEPLOYING")]
+    monkeypatch.setattr(launch, "_application", lambda cluster: looks.pop(0))
+    monkeypatch.setattr(launch, "num_waiting_for_room", lambda: 2)
+    monkeypatch.setattr(launch, "_START_POLL_S", 0.0)
+    with pytest.raises(FastgenError, match="2 of the replicas have found no room on the machines of the cluster"):
+        launch._until_running(ALIVE, endings)
+
+
+def test_replicas_that_have_room_and_start_slowly_are_waited_for(endings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = [application_with(WAITS, "DEPLOYING")] * 3 + [application_with("", "RUNNING")]
+    monkeypatch.setattr(launch, "_application", lambda cluster: looks.pop(0))
+    monkeypatch.setattr(launch, "num_waiting_for_room", lambda: 0)
+    monkeypatch.setattr(launch, "_START_POLL_S", 0.0)
+    assert launch._until_running(ALIVE, endings)
+
+
+def test_only_placement_groups_of_replicas_that_have_no_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = [
+        {"state": "PENDING", "name": "SERVE_REPLICA::fastgen#Replicas#a"},
+        {"state": "CREATED", "name": "SERVE_REPLICA::fastgen#Replicas#b"},
+        {"state": "PENDING", "name": "SERVE_REPLICA::other#Replicas#c"},
+        {"state": "PENDING", "name": ""},
+    ]
+    monkeypatch.setattr("ray.util.placement_group_table", lambda: dict(enumerate(groups)))
+    assert cluster.num_waiting_for_room() == 1
+
+
+def test_machines_have_room_where_nothing_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = {"CPU": 8.0, "memory": 16.0 * GIB, "node:10.0.0.1": 1.0}
+    nodes = [
+        {"NodeID": str(number), "NodeManagerHostname": f"m{number}", "Resources": total, "Alive": number != 3}
+        for number in range(4)
+    ]
+    free = {"0": {"CPU": 2.0, "memory": 4.0 * GIB}, "1": {"memory": 1.0 * GIB}}
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    monkeypatch.setattr("ray._private.state.available_resources_per_node", lambda: free)
+    found = cluster.machines_in_use()
+    assert [each.room for each in found] == [
+        Machine("m0", 2, 0, 4 * GIB),
+        Machine("m1", 0, 0, GIB),
+        Machine("m2", 8, 0, 16 * GIB),
+    ]
+    assert [(each.host, each.num_cpus) for each in cluster.machines()] == [("m0", 8), ("m1", 8), ("m2", 8)]
+    with pytest.raises(NoRoomError, match=r"m1 has 0 CPUs, 0 GPUs and 1\.0 GiB that are not in use; m2 has 8 CPUs, 0 "):
+        needs_of({"model": "m", "num_threads": 8}, 2, found)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What an application is made of, by a command that then fails."""
+    found: dict[str, Any] = {}
+
+    def make(given: Any, **more: Any) -> None:
+        found.update(given=given, **more)
+        raise FastgenError("far enough")
+
+    @contextmanager
+    def connected(address: str | None) -> Iterator[Any]:
+        yield ALIVE
+
+    monkeypatch.setattr(application, "application", make)
+    monkeypatch.setattr(launch, "connected", connected)
+    monkeypatch.setattr(launch, "machines_in_use", lambda: [Machine("m", 8, 0, GIB)])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield found
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_the_cluster_gets_no_key_and_its_server_knows_it(
+    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTGEN_API_KEY", "a-secret-key")
+    with pytest.raises(FastgenError, match="far enough"):
+        launch.run_replicas({"model": "tiny-llama", "replicas": 1, "port": 0})
+    assert "a-secret-key" not in repr(started)
+    keys = ApiKeys(["of-the-file"]).with_digests(started["key_digests"])
+    for key in ("a-secret-key", "of-the-file"):
+        keys.check(key)
+    with pytest.raises(UnauthorizedError):
+        keys.check(started["key_digests"][0])
+    with pytest.raises(UnauthorizedError):
+        keys.check(None)
+
+
+def test_replicas_are_placed_where_nothing_runs(started: dict[str, Any]) -> None:
+    with pytest.raises(FastgenError, match="far enough"):
+        launch.run_replicas({"model": "tiny-llama", "replicas": 1, "port": 0})
+    assert started["on"] == [Machine("m", 8, 0, GIB)]
+
+
+def test_a_port_that_another_server_shares_is_refused_before_anything_starts(started: dict[str, Any]) -> None:
+    with launch._ports(ServeOptions(port=0, grpc_port=0, replicas=1)) as ports:
+        for name in ("port", "grpc_port"):
+            with pytest.raises(
+                InvalidArgumentError, match=f"cannot listen on 127.0.0.1:{ports[name]}: Address already"
+            ):
+                launch.run_replicas({"model": "tiny-llama", "replicas": 1, "port": 0, name: ports[name]})
+    assert started == {}
+
+
+def test_a_port_of_another_cluster_is_not_kept_from_its_server() -> None:
+    with launch._ports(ServeOptions(port=0, replicas=1, address="10.0.0.1:6379")) as ports:
+        assert set(ports) == {"port"}
+        socket.create_server(("127.0.0.1", ports["port"])).close()
+
+
+def test_an_application_has_no_key_among_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(application, "machines", list)
+    bound: list[Any] = []
+
+    def deployment(**settings: Any) -> Any:
+        return lambda kind: SimpleNamespace(bind=lambda *arguments, **more: bound.append((kind.__name__, arguments)))
+
+    monkeypatch.setattr(serve, "deployment", deployment)
+    given = {"model": "tiny-llama", "replicas": 1}
+    application.application(given, key_digests=["ab"], on=[Machine("m", 8, 0, GIB)])
+    assert ["ab"] in dict(bound)["Ingress"]

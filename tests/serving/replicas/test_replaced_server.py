@@ -1,0 +1,266 @@
+"""A server that takes the place of another at the same port, as in a rolling update: no client is turned away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.serving import run
+from fastgen.serving.api_keys import ApiKeys
+from fastgen.serving.clients.deployments import Deployment
+from fastgen.serving.ending import Ending
+from fastgen.serving.grpc import messages
+from fastgen.serving.grpc.server import GrpcServer
+from fastgen.serving.http.server import bind_shared, hold_port, listen
+from fastgen.serving.options import ServeOptions
+from fastgen.serving.refusals import BadRequestError, UnavailableError
+from fastgen.serving.service import Service
+from tests.serving.fake_engine import FACTS
+from tests.serving.http_client import RawClient
+from tests.serving.local_server import WAIT_S, Served, check, on_uvloop, post
+from tests.serving.refusing import Refusing
+
+# Connections among which a server that listens too would be chosen at least once.
+NUM_CONNECTIONS = 32
+HOST = "127.0.0.1"
+# After this long a call on a new connection is given up, and another one made.
+CALL_S = 2.0
+
+
+class PlayedEngine:
+    """Takes the place of replicas, with as many open requests as the test says."""
+
+    state, facts, num_restarts, num_open = "ready", FACTS, 0, 0
+
+    def replica_views(self) -> list[Any]:
+        return []
+
+    async def ask(self, *arguments: Any, **more: Any) -> Any:
+        raise UnavailableError("it is asked and does not answer")
+
+    def check_ready(self) -> None:
+        pass
+
+    def fail_all(self, failure: Exception) -> None:
+        pass
+
+    async def failed(self) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        pass
+
+
+class Server:
+    """A server in this process, whose model is loaded when the test says so."""
+
+    def __init__(self, name: str, port: int):
+        self.name, self.engine, self.loaded = name, PlayedEngine(), asyncio.Event()
+        self.deployment: asyncio.Future[Deployment] = asyncio.get_running_loop().create_future()
+        self.num_terminated = 0
+        log: Any = SimpleNamespace(flush=lambda: None)
+        options = ServeOptions(host=HOST, port=port, name=name, drain_timeout_s=WAIT_S)
+        self.running = asyncio.create_task(
+            run._run(
+                {"model": "tiny-llama", "name": name},
+                options,
+                self.deployment.set_result,
+                self._terminated,
+                log,
+                self._make_engine,  # type: ignore[arg-type]
+            )
+        )
+
+    def _terminated(self) -> None:
+        self.num_terminated += 1
+
+    def _make_engine(self, watcher: Any) -> PlayedEngine:
+        self.engine.server = self  # type: ignore[attr-defined]
+        return self.engine
+
+    async def terminate(self) -> None:
+        """Ends it as a client does."""
+        deployment, status = await self.deployment, 401
+        while status == 401:  # of another server at this port
+            client = await RawClient.connect(deployment.address)
+            client.send(b"{}", f"authorization: Bearer {deployment.token}", path="/terminate")
+            status, _ = await client.head()
+        assert status == 200
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has services load nothing: they are started once their server's test says so."""
+
+    async def start(service: Service) -> None:
+        await service.engine.server.loaded.wait()  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Service, "start", start)
+    monkeypatch.setattr(run, "rarely_collected", contextlib.nullcontext)
+
+
+async def answering(port: int) -> str:
+    """Returns the name of the server that a new connection leads to."""
+    client = await RawClient.connect(f"http://{HOST}:{port}")
+    try:
+        client.writer.write(b"GET /live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        assert (await client.head())[0] == 200
+        return str(json.loads(await client.reader.read())["model"])
+    finally:
+        client.leave()
+
+
+def test_a_new_server_gets_connections_once_it_is_ready_and_all_once_the_old_one_ends(no_model: None) -> None:
+    async def test() -> None:
+        with hold_port(HOST, 0) as port:
+            old, new = Server("old", port), Server("new", port)
+            for _ in range(3):
+                await asyncio.sleep(0)  # both have taken the port
+            with pytest.raises(ConnectionRefusedError):
+                await answering(port)
+            old.loaded.set()
+            await old.deployment
+            assert {await answering(port) for _ in range(NUM_CONNECTIONS)} == {"old"}
+            new.loaded.set()
+            await new.deployment
+            assert {await answering(port) for _ in range(NUM_CONNECTIONS)} == {"old", "new"}
+            old.engine.num_open = 1  # a stream that takes its time
+            await old.terminate()
+            while {await answering(port) for _ in range(NUM_CONNECTIONS)} != {"new"}:
+                pass  # the old one has answered, and is about to leave
+            assert (old.num_terminated, new.num_terminated) == (1, 0)
+            old.engine.num_open = 0
+            await old.running
+            await new.terminate()
+            await new.running
+
+    async def bounded() -> None:
+        async with asyncio.timeout(WAIT_S):
+            await test()
+
+    on_uvloop(bounded())
+
+
+def test_connections_to_a_server_that_is_left_end_with_their_next_answer() -> None:
+    async def test(server: Served) -> None:
+        idle, busy, fresh = [await server.connect() for _ in range(3)]
+        idle.writer.write(post("/echo", b"a"))
+        assert "connection" not in (await idle.response())[1]
+        busy.writer.write(post("/endless", b""))
+        await busy.reader.readuntil(b"\r\n\r\n")
+        while len(server.http.server_state.connections) < 3:
+            await asyncio.sleep(0.01)
+        server.http.leave()
+        assert await idle.reader.read() == b"", "an idle connection is closed, so its client opens another"
+        with pytest.raises(OSError):  # noqa: PT011  # refused or reset
+            await server.ask(post("/echo", b""))
+        await busy.reader.readexactly(1 << 20)
+        server.app.gone.set()
+        assert (await busy.reader.read()).endswith(b"0\r\n\r\n"), "an answer that has begun is whole"
+        fresh.writer.write(post("/echo", b"b"))
+        status, headers, body = await fresh.response()
+        assert (status, headers["connection"], body) == (200, "close", b"b")
+        assert await fresh.reader.read() == b""
+
+    check(test)
+
+
+def test_a_request_that_is_coming_when_its_server_is_left_is_answered() -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        client.writer.write(post("/echo", b"a"))
+        await client.response()
+        request = post("/echo", b"b")
+        client.writer.write(request[:20])
+        (connection,) = server.http.server_state.connections
+        while not connection._has_head_begun:  # type: ignore[union-attr]
+            await asyncio.sleep(0.01)
+        server.http.leave()
+        client.writer.write(request[20:])
+        status, headers, body = await client.response()
+        assert (status, headers["connection"], body) == (200, "close", b"b")
+
+    check(test)
+
+
+def test_a_shared_port_is_kept_from_others_even_before_anything_listens() -> None:
+    with hold_port(HOST, 0) as port:
+        for refused in (lambda: hold_port(HOST, port).__enter__(), lambda: listen(HOST, port)):
+            with pytest.raises(InvalidArgumentError, match=f"cannot listen on {HOST}:{port}: Address already in use"):
+                refused()
+        with bind_shared(HOST, port) as first, bind_shared(HOST, port) as second:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((HOST, port))
+            first.listen()
+            for _ in range(NUM_CONNECTIONS):
+                with socket.create_connection((HOST, port)):
+                    first.accept()[0].close()
+            second.listen()
+    listen(HOST, port).close()
+
+
+def test_a_port_with_a_server_that_shares_it_is_in_use() -> None:
+    with bind_shared(HOST, 0) as server:
+        server.listen()
+        port = server.getsockname()[1]
+        with pytest.raises(InvalidArgumentError, match="Address already in use"):
+            hold_port(HOST, port).__enter__()
+
+
+@asynccontextmanager
+async def grpc_server(name: str, port: int) -> AsyncIterator[GrpcServer]:
+    service: Any = Refusing()
+    service.error = BadRequestError(name)
+    options = ServeOptions(host=HOST, grpc_port=port)
+    server = GrpcServer(service, options, Ending("token", ApiKeys(), lambda: None), is_shared=True)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop(0.0)
+
+
+async def answering_by_grpc(port: int) -> str:
+    """Returns the name of the server that a new connection leads to; another text if the call is not answered, since
+    gRPC may leave a connection open that it accepts while it stops to listen.
+    """
+    request = messages.GenerateRequest(text="a")
+    options = (("grpc.use_local_subchannel_pool", 1),)
+    async with grpc.aio.insecure_channel(f"{HOST}:{port}", options=options) as channel:
+        call = channel.unary_unary(f"/{messages.SERVICE}/Generate")(
+            request.SerializeToString(), wait_for_ready=True, timeout=CALL_S
+        )
+        return str(await call.details())
+
+
+def test_a_new_grpc_server_listens_beside_the_old_one_and_gets_all_connections_once_that_ends() -> None:
+    async def test() -> None:
+        with hold_port(HOST, 0) as port:
+            async with (
+                asyncio.timeout(WAIT_S),
+                grpc_server("old", port) as old,
+                grpc.aio.insecure_channel(f"{HOST}:{port}") as channel,
+            ):
+                watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+                await watching.read()
+                async with grpc_server("new", port):
+                    assert {await answering_by_grpc(port) for _ in range(NUM_CONNECTIONS)} == {"old", "new"}
+                    old.leave(WAIT_S)
+                    while {await answering_by_grpc(port) for _ in range(NUM_CONNECTIONS)} != {"new"}:
+                        pass
+                    assert not watching.done(), "a call that had begun continues"
+                    watching.cancel()
+
+    asyncio.run(test())
