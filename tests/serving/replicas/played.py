@@ -90,10 +90,10 @@ class PlayedReplica:
         """Sends the next tokens of a stream."""
         self.send(Report([part for token_id in token_ids for part in (number, token_id)], [], [], [], None))
 
-    def finish(self, number: int, *token_ids: int, reason: FinishReason = "length") -> None:
-        """Sends the last tokens."""
+    def finish(self, number: int, *token_ids: int, index: int = 0, reason: FinishReason = "length") -> None:
+        """Sends the last tokens of a completion."""
         end = End(reason, None, None, _METRICS, 0.0)
-        self.send(Report([], [Progress(number, 0, list(token_ids), None, end)], [], [], None))
+        self.send(Report([], [Progress(number, index, list(token_ids), None, end)], [], [], None))
 
     def lose(self, *numbers: int) -> None:
         """Reports that its engine has ended with these requests in it."""

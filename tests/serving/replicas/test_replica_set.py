@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fastgen.errors import FastgenError, GenerationError
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.text.codec import TextCodec
+from fastgen.serving.answers import Answers
 from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.refusals import EngineDiedError, UnavailableError
 from fastgen.serving.replicas import membership, replica_set
 from fastgen.serving.replicas.replica_set import ReplicaSet
+from fastgen.serving.service import Running
 from tests.serving.replicas.played import PlayedReplica, played_set, until, until_linked
 
 SAMPLING = SamplingParams(max_new_tokens=8)
@@ -28,8 +33,10 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(test())
 
 
-def submit(replicas: ReplicaSet, *prompt_ids: int, session: str | None = None) -> EngineRequest:
-    return replicas.submit(list(prompt_ids) or [1, 2, 3], SAMPLING, is_stream=True, arrived_s=0.0, session=session)
+def submit(
+    replicas: ReplicaSet, *prompt_ids: int, session: str | None = None, sampling: SamplingParams = SAMPLING
+) -> EngineRequest:
+    return replicas.submit(list(prompt_ids) or [1, 2, 3], sampling, is_stream=True, arrived_s=0.0, session=session)
 
 
 async def where(request: EngineRequest, *replicas: PlayedReplica) -> PlayedReplica:
@@ -139,6 +146,31 @@ def test_a_request_that_was_read_fails_with_its_replica() -> None:
             first.close()
             with pytest.raises(EngineDiedError, match=rf"replica {first.name} ended while .*; send it again"):
                 await request.news()
+            assert (replicas.num_open, noted.num_gone) == (0, 1)
+
+    run(test)
+
+
+def test_an_answer_that_is_not_streamed_begins_again_until_all_its_completions_have_ended() -> None:
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b) as (replicas, handle, noted):
+            two = replace(SAMPLING, n=2)
+            request = submit(replicas, sampling=two)
+            codec = TextCodec(None, eos_token_ids=frozenset(), default_sampling=SAMPLING)
+            service: Any = SimpleNamespace(engine=replicas)
+            waiting = asyncio.create_task(Running(service, request, Answers([1, 2, 3], two, codec)).output())
+            first = await where(request, a, b)
+            first.give(request.number, 7)
+            first.finish(request.number, 8)
+            await until(lambda: request.num_open == 1)
+            first.close()
+            handle.remove(first.name)
+            second = await where(request, *([b] if first is a else [a]))
+            second.finish(request.number, 5, index=1)
+            second.finish(request.number, 6)
+            output = await waiting
+            assert [each.token_ids for each in (output, *output.others)] == [[6], [5]]
             assert (replicas.num_open, noted.num_gone) == (0, 1)
 
     run(test)
