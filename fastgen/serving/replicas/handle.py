@@ -19,7 +19,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import ReplicaID
 
-from fastgen.serving.replicas.messages import Attached
+from fastgen.serving.replicas.messages import AttachAnswer
 from fastgen.serving.replicas.routing_table import RoutingTable
 
 # How often a request looks for a replica while there is none.
@@ -34,7 +34,7 @@ class ReplicaHandle(Protocol):
     async def discover(self) -> None:
         """Has the router made, which from then on reports which replicas there are."""
 
-    async def attach(self, replica: str, server: str) -> Attached:
+    async def attach(self, replica: str, server: str) -> AttachAnswer:
         """Calls :meth:`~fastgen.serving.replicas.replica.EngineReplica.attach` of ``replica``."""
 
     def kill(self, replica: str) -> None:
@@ -59,10 +59,10 @@ class RayHandle:
     async def discover(self) -> None:
         await self._handle.broadcast("check_health").results_async()
 
-    async def attach(self, replica: str, server: str) -> Attached:
+    async def attach(self, replica: str, server: str) -> AttachAnswer:
         response: Any = self._handle.attach.remote(replica, server)
-        attached: Attached = await response
-        return attached
+        answer: AttachAnswer = await response
+        return answer
 
     def kill(self, replica: str) -> None:
         threading.Thread(target=self._kill, args=(self._id(replica).to_full_id_str(),), daemon=True).start()

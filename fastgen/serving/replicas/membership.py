@@ -18,7 +18,7 @@ from fastgen.serving.engine.messages import EngineFacts, Status
 from fastgen.serving.engine.request import EngineWatcher
 from fastgen.serving.replicas.handle import RAY_ERRORS, ReplicaHandle
 from fastgen.serving.replicas.link import Link
-from fastgen.serving.replicas.messages import Attached, Beat, FromReplica, from_replica
+from fastgen.serving.replicas.messages import AttachAnswer, Attached, Beat, FromReplica, from_replica
 from fastgen.serving.replicas.routing_table import RoutingTable
 from fastgen.version import __version__
 
@@ -195,25 +195,27 @@ class Membership:
             while id in self._ids:
                 try:
                     async with asyncio.timeout(_ATTACH_S):
-                        attached = await self._handle.attach(id, self._server)
+                        answer = await self._handle.attach(id, self._server)
                 except (*RAY_ERRORS, TimeoutError) as error:
                     _log.warning("replica %s cannot be reached: %s", id, type(error).__name__)
                     await asyncio.sleep(_WATCH_S)
                     continue
                 if id in self._ids:
-                    self._use(id, attached)
+                    self._use(id, answer)
                 return
         finally:
             del self._attaching[id]
 
-    def _use(self, id: str, attached: Attached) -> None:
-        if attached.version != __version__:
+    def _use(self, id: str, answer: AttachAnswer) -> None:
+        version, host = answer["version"], answer["host"]
+        if version != __version__:
             if not self.failure.done():
                 self.failure.set_result(
-                    f"replica {id} on {attached.host} runs fastgen {attached.version}, and the server "
-                    f"{__version__}: install the same version on all machines of the cluster"
+                    f"replica {id} on {host} runs fastgen {version}, and the server {__version__}: install the same "
+                    "version on all machines of the cluster"
                 )
             return
+        attached = msgspec.msgpack.decode(answer["attached"], type=Attached)
         facts = attached.facts
         if self._routes.router is None:
             self._routes.router = make_router(self._router, block_size=facts.block_size, num_blocks=facts.num_blocks)
@@ -222,14 +224,14 @@ class Membership:
             self._take(replica, message)
 
         link = Link(self._context, from_replica, take, lambda: self._lose(replica))
-        self.replicas[id] = replica = Replica(id, attached.host, facts, link)
+        self.replicas[id] = replica = Replica(id, host, facts, link)
         self._hanging.discard(id)
         link.connect(attached.address)
         self._watcher.engine_ready(facts, id)
         self._routes.attached = frozenset(self.replicas)
         if not self.facts.done():
             self.facts.set_result(facts)
-        _log.info("replica %s on %s is ready; %d are", id, attached.host, len(self.replicas))
+        _log.info("replica %s on %s is ready; %d are", id, host, len(self.replicas))
 
     # --- what a replica sends
 

@@ -25,7 +25,7 @@ from fastgen.serving.engine.supervisor import EngineProcess
 from fastgen.serving.monitoring.log import set_up_logging_of_engine
 from fastgen.serving.refusals import UnavailableError
 from fastgen.serving.replicas.link import Link
-from fastgen.serving.replicas.messages import Attached, Beat, Lost, ToReplica, to_replica
+from fastgen.serving.replicas.messages import AttachAnswer, Attached, Beat, Lost, ToReplica, to_replica
 from fastgen.version import __version__
 
 # How often a replica reports its state.
@@ -74,7 +74,7 @@ class EngineReplica:
 
     # --- what Ray Serve calls
 
-    async def attach(self, target: str, server: str) -> Attached:
+    async def attach(self, target: str, server: str) -> AttachAnswer:
         """Opens a link for ``server``, in place of the one that it has."""
         self._lose(server)
 
@@ -83,7 +83,8 @@ class EngineReplica:
 
         self._links[server] = link = Link(self._context, to_replica, take, lambda: self._lose(server))
         assert self._engine.facts is not None
-        return Attached(link.listen(self._host), self._engine.facts, socket.gethostname(), __version__)
+        attached = Attached(link.listen(self._host), self._engine.facts, self._state())
+        return {"version": __version__, "host": socket.gethostname(), "attached": encoder.encode(attached)}
 
     async def check_health(self) -> None:
         """Raises ``FastgenError`` if the engine cannot be restarted, so that Ray Serve replaces this replica."""
@@ -206,5 +207,7 @@ class EngineReplica:
 
     def _beat(self) -> None:
         """Reports the state of this replica."""
-        beat = Beat(self._engine.state == "ready", self._status, self._metrics, self._engine.num_restarts)
-        self._send_all(encoder.encode(beat))
+        self._send_all(encoder.encode(self._state()))
+
+    def _state(self) -> Beat:
+        return Beat(self._engine.state == "ready", self._status, self._metrics, self._engine.num_restarts)

@@ -28,7 +28,7 @@ from fastgen.serving.engine.messages import (
 )
 from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.replicas.link import Link
-from fastgen.serving.replicas.messages import Attached, Beat, FromReplica, Lost, ToReplica, to_replica
+from fastgen.serving.replicas.messages import AttachAnswer, Attached, Beat, FromReplica, Lost, ToReplica, to_replica
 from fastgen.serving.replicas.replica_set import ReplicaSet
 from fastgen.serving.replicas.routing_table import RoutingTable
 from fastgen.version import __version__
@@ -49,9 +49,11 @@ class PlayedReplica:
         self.cancelled: list[int] = []
         # Whether it does nothing at all, as a suspended process.
         self.is_silent = False
+        # Its state as it is attached.
+        self.state = Beat(True, Status(0, 0, 0), msgspec.Raw(encoder.encode(None)), 0)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
-    async def attach(self, server: str) -> Attached:
+    async def attach(self, server: str) -> AttachAnswer:
         if self.is_silent:
             await asyncio.sleep(WAIT_S)
         if (before := self.links.pop(server, None)) is not None:
@@ -62,7 +64,10 @@ class PlayedReplica:
                 del self.links[server]
 
         self.links[server] = link = Link(self.context, to_replica, self._take, lost)
-        return Attached(link.listen("127.0.0.1"), FACTS, f"host of {self.name}", self.version)
+        attached = encoder.encode(Attached(link.listen("127.0.0.1"), FACTS, self.state))
+        if self.version != __version__:
+            attached = b"in another layout"
+        return {"version": self.version, "host": f"host of {self.name}", "attached": attached}
 
     def _take(self, message: ToReplica, encoded: bytes) -> None:
         match message:
@@ -136,7 +141,7 @@ class PlayedHandle:
     async def discover(self) -> None:
         self._report_replicas()
 
-    async def attach(self, replica: str, server: str) -> Attached:
+    async def attach(self, replica: str, server: str) -> AttachAnswer:
         if replica not in self.replicas:
             raise RayActorError
         return await self.replicas[replica].attach(server)
