@@ -213,6 +213,7 @@ class Service:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_COUNT_S):
                 await self.engine.count()
+        self.metrics.num_restarts = self.engine.num_restarts
         return self.metrics.text()
 
     async def drain(self, timeout_s: float) -> None:

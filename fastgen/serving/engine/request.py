@@ -92,6 +92,9 @@ class EngineWatcher(Protocol):
     def engine_counted(self, metrics: Metrics, replica: str = "") -> None:
         """Receives the engine's counters up to now."""
 
+    def engine_away(self, replica: str = "") -> None:
+        """The engine gets no more requests for now. It may still count, or be ready again."""
+
     def engine_ended(self, replica: str = "") -> None:
         """The engine has ended, and all its requests with it."""
 

@@ -44,10 +44,11 @@ class Replica:
     link: Link
     # For how long it was not heard.
     silent_s: float = 0.0
-    # Whether its engine accepts requests.
-    is_ready: bool = True
-    status: Status = field(default_factory=lambda: Status(0, 0, 0))
+    # How often its engine was restarted.
     num_restarts: int = 0
+    # Whether its engine accepts requests.
+    is_ready: bool = False
+    status: Status = field(default_factory=lambda: Status(0, 0, 0))
     # The number of this server's requests and questions in it.
     num_requests: int = 0
 
@@ -80,8 +81,10 @@ class Membership:
         self._leaving: set[Replica] = set()
         # The ids of those that fell silent, and were not attached again.
         self._hanging: set[str] = set()
-        # How many were attached and are gone.
-        self.num_gone = 0
+        # Those that Ray Serve lists and whose link was lost: how often their engines had been restarted.
+        self._away: dict[str, int] = {}
+        # How often a replica was lost, and engines of replicas were restarted.
+        self.num_restarts = 0
         # The properties of the first engine; all have the same.
         self.facts: asyncio.Future[EngineFacts] = asyncio.get_running_loop().create_future()
         # Why replicas can never be used.
@@ -101,6 +104,9 @@ class Membership:
                 self.left(replica)
         for id in ids:
             self._begin_to_attach(id)
+        for id in self._away.keys() - set(ids):
+            del self._away[id]
+            self._watcher.engine_ended(id)
         for id in self._hanging - set(ids):
             self._kill(id)
 
@@ -109,6 +115,7 @@ class Membership:
         if replica in self._leaving and not replica.num_requests:
             self._leaving.remove(replica)
             replica.link.close()
+            self._watcher.engine_ended(replica.id)
 
     async def discover(self) -> None:
         """Asks Ray Serve for replicas until one is attached."""
@@ -156,10 +163,9 @@ class Membership:
     def _remove(self, replica: Replica) -> None:
         """Sends no more requests to ``replica``."""
         del self.replicas[replica.id]
-        self.num_gone += 1
         self._routes.attached = frozenset(self.replicas)
         self._empty(replica)
-        self._watcher.engine_ended(replica.id)
+        self._watcher.engine_away(replica.id)
         _log.info("replica %s is gone; %d are left", replica.id, len(self.replicas))
 
     def _empty(self, replica: Replica) -> None:
@@ -169,12 +175,15 @@ class Membership:
 
     def _lose(self, replica: Replica) -> None:
         """Takes the requests from a replica whose link is closed. It is attached again if it still exists."""
+        self.num_restarts += 1
         if replica in self._leaving:
             self._leaving.remove(replica)
+            self._watcher.engine_ended(replica.id)
             if replica.id in self._hanging:
                 self._kill(replica.id)
         elif self.replicas.get(replica.id) is replica:
             self._remove(replica)
+            self._away[replica.id] = replica.num_restarts
             self._begin_to_attach(replica.id)
         self._on_lost(replica)
 
@@ -224,14 +233,14 @@ class Membership:
             self._take(replica, message)
 
         link = Link(self._context, from_replica, take, lambda: self._lose(replica))
-        self.replicas[id] = replica = Replica(id, host, facts, link)
+        self.replicas[id] = replica = Replica(id, host, facts, link, self._away.pop(id, 0))
         self._hanging.discard(id)
         link.connect(attached.address)
-        self._watcher.engine_ready(facts, id)
+        self._take_beat(replica, attached.state)
         self._routes.attached = frozenset(self.replicas)
         if not self.facts.done():
             self.facts.set_result(facts)
-        _log.info("replica %s on %s is ready; %d are", id, host, len(self.replicas))
+        _log.info("replica %s on %s is attached; %d are", id, host, len(self.replicas))
 
     # --- what a replica sends
 
@@ -243,17 +252,16 @@ class Membership:
             self._on_message(replica, message)
 
     def _take_beat(self, replica: Replica, beat: Beat) -> None:
-        was_ready, replica.is_ready = replica.is_ready, beat.is_ready
-        replica.status, replica.num_restarts = beat.status, beat.num_restarts
-        if self.replicas.get(replica.id) is not replica:
-            return  # it is leaving
-        if was_ready and not beat.is_ready:
+        num_restarts = beat.num_restarts - replica.num_restarts
+        if num_restarts or (replica.is_ready and not beat.is_ready):
+            self.num_restarts += num_restarts
             self._watcher.engine_ended(replica.id)
             self._empty(replica)
-        elif beat.is_ready and not was_ready:
+            replica.is_ready = False
+        if beat.is_ready and not replica.is_ready and replica not in self._leaving:
             self._watcher.engine_ready(replica.facts, replica.id)
-        if beat.is_ready != was_ready:
-            self._avoid()
+        replica.status, replica.num_restarts, replica.is_ready = beat.status, beat.num_restarts, beat.is_ready
+        self._avoid()
         metrics = msgspec.msgpack.decode(beat.metrics, type=Metrics | None)
         if metrics is not None and beat.is_ready:
             self._watcher.engine_counted(metrics, replica.id)

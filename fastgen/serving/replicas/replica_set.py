@@ -128,9 +128,8 @@ class ReplicaSet:
 
     @property
     def num_restarts(self) -> int:
-        """Returns how many replicas are gone, and how often the engines of the present ones were restarted."""
-        num_gone = 0 if self._members is None else self._members.num_gone
-        return num_gone + sum(replica.num_restarts for replica in self.replicas.values())
+        """Returns how often a replica was lost, and engines of replicas were restarted. It never falls."""
+        return 0 if self._members is None else self._members.num_restarts
 
     @property
     def num_open(self) -> int:
@@ -241,7 +240,8 @@ class ReplicaSet:
         async def count_one(replica: str) -> None:
             with contextlib.suppress(UnavailableError, EngineDiedError, GenerationError):
                 counted = await self.ask("metrics", Metrics, replica=replica)
-                if replica in self.replicas:
+                one = self.replicas.get(replica)
+                if one is not None and one.is_ready:  # else its engine has ended meanwhile
                     self._watcher.engine_counted(counted, replica)
 
         await asyncio.gather(*map(count_one, list(self.replicas)))

@@ -27,6 +27,7 @@ from fastgen.serving.engine.messages import (
     encoder,
 )
 from fastgen.serving.engine.request import EngineRequest
+from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.replicas.link import Link
 from fastgen.serving.replicas.messages import AttachAnswer, Attached, Beat, FromReplica, Lost, ToReplica, to_replica
 from fastgen.serving.replicas.replica_set import ReplicaSet
@@ -76,7 +77,7 @@ class PlayedReplica:
             case Cancel():
                 self.cancelled.append(message.number)
             case Ask():
-                if message.what != "nothing":
+                if message.what not in ("nothing", "metrics"):
                     self.send(
                         Reply(message.number, msgspec.Raw(encoder.encode(f"{message.what} of {self.name}")), None)
                     )
@@ -161,10 +162,11 @@ class PlayedHandle:
 
 
 class Noted:
-    """An ``EngineWatcher`` that notes what happens."""
+    """An ``EngineWatcher`` that notes what happens, and sums the counters as a server does."""
 
     def __init__(self) -> None:
         self.notes: list[tuple[str, str]] = []
+        self.metrics = ServerMetrics(lambda: True)
         self.num_gone = 0
 
     def engine_ready(self, facts: EngineFacts, replica: str = "") -> None:
@@ -172,9 +174,15 @@ class Noted:
 
     def engine_counted(self, metrics: Metrics, replica: str = "") -> None:
         self.notes.append(("counted", replica))
+        self.metrics.observe(metrics, replica)
+
+    def engine_away(self, replica: str = "") -> None:
+        self.notes.append(("away", replica))
+        self.metrics.engine_away(replica)
 
     def engine_ended(self, replica: str = "") -> None:
         self.notes.append(("ended", replica))
+        self.metrics.engine_ended(replica)
 
     def request_routed(self, request: EngineRequest, replica: str) -> None:
         self.notes.append(("routed", replica))
