@@ -140,13 +140,12 @@ class Membership:
                     replica.link.close()
                     self._hanging.add(replica.id)
                     self._lose(replica)
-            self._avoid()
+            self._update_routes()
 
-    def _avoid(self) -> None:
-        """Notes which replicas are to get requests only where there are no others."""
-        self._routes.silent = frozenset(
-            one.id for one in self.replicas.values() if one.silent_s > SILENT_S or not one.is_ready
-        )
+    def _update_routes(self) -> None:
+        """Notes which replicas get requests."""
+        self._routes.ready = frozenset(one.id for one in self.replicas.values() if one.is_ready)
+        self._routes.silent = frozenset(one.id for one in self.replicas.values() if one.silent_s > SILENT_S)
 
     async def stop(self) -> None:
         """Closes all links, and makes no more."""
@@ -163,7 +162,7 @@ class Membership:
     def _remove(self, replica: Replica) -> None:
         """Sends no more requests to ``replica``."""
         del self.replicas[replica.id]
-        self._routes.attached = frozenset(self.replicas)
+        self._update_routes()
         self._empty(replica)
         self._watcher.engine_away(replica.id)
         _log.info("replica %s is gone; %d are left", replica.id, len(self.replicas))
@@ -237,7 +236,6 @@ class Membership:
         self._hanging.discard(id)
         link.connect(attached.address)
         self._take_beat(replica, attached.state)
-        self._routes.attached = frozenset(self.replicas)
         if not self.facts.done():
             self.facts.set_result(facts)
         _log.info("replica %s on %s is attached; %d are", id, host, len(self.replicas))
@@ -261,7 +259,7 @@ class Membership:
         if beat.is_ready and not replica.is_ready and replica not in self._leaving:
             self._watcher.engine_ready(replica.facts, replica.id)
         replica.status, replica.num_restarts, replica.is_ready = beat.status, beat.num_restarts, beat.is_ready
-        self._avoid()
+        self._update_routes()
         metrics = msgspec.msgpack.decode(beat.metrics, type=Metrics | None)
         if metrics is not None and beat.is_ready:
             self._watcher.engine_counted(metrics, replica.id)

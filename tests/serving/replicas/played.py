@@ -147,13 +147,6 @@ class PlayedHandle:
             raise RayActorError
         return await self.replicas[replica].attach(server)
 
-    async def choose(self, number: int) -> str:
-        routes = RoutingTable.current
-        assert routes is not None
-        while not (ranked := routes.rank(number)):
-            await asyncio.sleep(0.01)
-        return ranked[0]
-
     def began(self, replica: str) -> None:
         self.num_requests[replica] += 1
 

@@ -107,8 +107,8 @@ def test_counters_that_come_after_their_engine_has_ended_are_not_taken_for_the_n
         async with played_set(a) as (replicas, _, noted):
             await until_counted(a, noted, lambda: a.beat(metrics=counters(5)))
             counting = asyncio.create_task(replicas.count())
-            await until(lambda: replicas._asked)
-            (number,), members = replicas._asked, replicas._members
+            await until(lambda: replicas._questions._open)
+            (number,), members = replicas._questions._open, replicas._members
             assert members is not None
             reply = Reply(number, msgspec.Raw(encoder.encode(counters(5))), None)
             members._take(replicas.replicas["a"], reply)  # both come together

@@ -19,6 +19,7 @@ from fastgen.serving.refusals import EngineDiedError, UnavailableError
 from fastgen.serving.replicas import membership, replica_set
 from fastgen.serving.replicas.replica_set import ReplicaSet
 from fastgen.serving.service import Running
+from tests.serving.fake_engine import FACTS
 from tests.serving.replicas.played import PlayedReplica, played_set, until, until_linked
 
 SAMPLING = SamplingParams(max_new_tokens=8)
@@ -27,6 +28,7 @@ SAMPLING = SamplingParams(max_new_tokens=8)
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "_WATCH_S", 0.02)
+    monkeypatch.setattr(replica_set, "_POLL_S", 0.01)
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -195,6 +197,46 @@ def test_a_request_that_ends_every_engine_is_given_up(monkeypatch: pytest.Monkey
     run(test)
 
 
+def test_a_lost_request_waits_until_an_engine_is_ready_again() -> None:
+    async def test() -> None:
+        a = PlayedReplica("a")
+        async with played_set(a) as (replicas, _, _noted):
+            request = submit(replicas)
+            await where(request, a)
+            first_number = request.number
+            a.lose(first_number)
+            a.beat(is_ready=False)
+            await until(lambda: request.number != first_number and request.number in replicas._runs)
+            assert replicas._routes is not None
+            assert replicas._routes.rank(request.number) == []
+            assert list(a.taken) == [first_number]
+            a.beat(num_restarts=1)
+            await where(request, a)
+            a.finish(request.number, 6)
+            assert await whole(request) == [6]
+
+    run(test)
+
+
+def test_a_lost_request_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_set, "_MIN_WAIT_S", 0.1)
+    monkeypatch.setattr(replica_set, "_WAIT_LOADS", 0)
+
+    async def test() -> None:
+        a = PlayedReplica("a")
+        async with played_set(a) as (replicas, handle, noted):
+            request = submit(replicas)
+            await where(request, a)
+            handle.remove("a")
+            a.close()
+            with pytest.raises(UnavailableError, match=r"no replica was ready for 0 s; try again later") as refused:
+                await request.news()
+            assert refused.value.retry_after_s == FACTS.load_s
+            assert (replicas.num_open, noted.num_gone) == (0, 1)
+
+    run(test)
+
+
 def test_a_replica_that_falls_silent_loses_its_requests_and_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "SILENT_S", 0.1)
     monkeypatch.setattr(membership, "LOST_S", 0.3)
@@ -267,6 +309,32 @@ def test_a_cancelled_request_is_cancelled_at_its_replica() -> None:
             await where(request, a)
             replicas.cancel(request)
             await until(lambda: a.cancelled == [request.number])
+            assert (replicas.num_open, noted.num_gone) == (0, 1)
+
+    run(test)
+
+
+def test_a_request_that_is_cancelled_at_once_leaves_nothing_behind() -> None:
+    async def test() -> None:
+        a = PlayedReplica("a")
+        async with played_set(a) as (replicas, _, noted):
+            replicas.cancel(submit(replicas))
+            await until(lambda: not replicas._sending)
+            assert (replicas.num_open, noted.num_gone, a.taken) == (0, 1, {})
+
+    run(test)
+
+
+def test_a_request_that_cannot_be_sent_fails() -> None:
+    async def test() -> None:
+        def fail(replica: str) -> None:
+            raise RuntimeError("no place to count it")
+
+        a = PlayedReplica("a")
+        async with played_set(a) as (replicas, handle, noted):
+            handle.began = fail  # type: ignore[method-assign]
+            with pytest.raises(GenerationError, match="could not be sent to a replica: no place to count it"):
+                await submit(replicas).news()
             assert (replicas.num_open, noted.num_gone) == (0, 1)
 
     run(test)

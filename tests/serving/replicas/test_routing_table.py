@@ -9,11 +9,11 @@ from fastgen.runtime.routing import RoutedRequest, make_router
 from fastgen.serving.replicas.routing_table import RoutingTable
 
 
-def routes_to(*attached: str) -> RoutingTable:
+def routes_to(*ready: str) -> RoutingTable:
     found = RoutingTable(lambda ids: None)
     found.router = make_router("least_tokens", block_size=16)
-    found.attached = frozenset(attached)
-    found.update(list(attached))
+    found.ready = frozenset(ready)
+    found.update(list(ready))
     return found
 
 
@@ -48,7 +48,7 @@ def test_a_request_counts_at_the_first_replica_of_its_last_ranking_until_it_is_r
     assert outstanding(table, "a", "b") == [0, 0]
 
 
-def test_only_attached_replicas_get_requests_and_silent_ones_last() -> None:
+def test_only_ready_replicas_get_requests_and_silent_ones_last() -> None:
     table = routes_to("a", "b")
     add(table, 1)
     table.update(["a", "b", "new"])
