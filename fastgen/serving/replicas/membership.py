@@ -120,8 +120,11 @@ class Membership:
     async def discover(self) -> None:
         """Asks Ray Serve for replicas until one is attached."""
         while not self.facts.done():
-            with contextlib.suppress(*RAY_ERRORS):
-                await self._handle.discover()
+            try:
+                with contextlib.suppress(*RAY_ERRORS):
+                    await self._handle.discover()
+            except Exception:
+                _log.exception("replicas cannot be discovered")
             await asyncio.sleep(_WATCH_S)
 
     async def watch(self, on_beat: Callable[[], None]) -> None:
@@ -204,13 +207,14 @@ class Membership:
                 try:
                     async with asyncio.timeout(_ATTACH_S):
                         answer = await self._handle.attach(id, self._server)
+                    if id in self._ids:
+                        self._use(id, answer)
+                    return
                 except (*RAY_ERRORS, TimeoutError) as error:
                     _log.warning("replica %s cannot be reached: %s", id, type(error).__name__)
-                    await asyncio.sleep(_WATCH_S)
-                    continue
-                if id in self._ids:
-                    self._use(id, answer)
-                return
+                except Exception:  # such as too many open files, which may become fewer
+                    _log.exception("replica %s cannot be attached", id)
+                await asyncio.sleep(_WATCH_S)
         finally:
             del self._attaching[id]
 
@@ -232,9 +236,13 @@ class Membership:
             self._take(replica, message)
 
         link = Link(self._context, from_replica, take, lambda: self._lose(replica))
+        try:
+            link.connect(attached.address)
+        except BaseException:
+            link.close()
+            raise
         self.replicas[id] = replica = Replica(id, host, facts, link, self._away.pop(id, 0))
         self._hanging.discard(id)
-        link.connect(attached.address)
         self._take_beat(replica, attached.state)
         if not self.facts.done():
             self.facts.set_result(facts)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 
 from fastgen.errors import FastgenError, GenerationError
 from fastgen.runtime.requests.sampling_params import SamplingParams
@@ -17,6 +19,8 @@ from fastgen.serving.answers import Answers
 from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.refusals import EngineDiedError, UnavailableError
 from fastgen.serving.replicas import membership, replica_set
+from fastgen.serving.replicas.link import Link, LinkAddress
+from fastgen.serving.replicas.messages import AttachAnswer
 from fastgen.serving.replicas.replica_set import ReplicaSet
 from fastgen.serving.service import Running
 from tests.serving.fake_engine import FACTS
@@ -398,6 +402,32 @@ def test_a_replica_whose_link_is_lost_is_attached_again() -> None:
             a.finish(request.number, 6)
             assert await whole(request) == [6]
             assert noted.notes.count(("ready", "a")) == 2
+
+    run(test)
+
+
+def test_a_replica_is_attached_after_errors_that_nothing_foresees(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [zmq.ZMQError(errno.EMFILE), zmq.ZMQError(errno.EMFILE)]
+
+    class Refusing(PlayedReplica):
+        async def attach(self, server: str) -> AttachAnswer:
+            if len(errors) == 2:
+                raise errors.pop()
+            return await super().attach(server)
+
+    def connect(self: Link, address: LinkAddress) -> None:
+        if errors:
+            raise errors.pop()
+        connects(self, address)
+
+    connects = Link.connect
+    monkeypatch.setattr(Link, "connect", connect)
+
+    async def test() -> None:
+        a = Refusing("a")
+        async with played_set(a) as (replicas, _, _noted):
+            assert errors == []
+            assert await where(submit(replicas), a) is a
 
     run(test)
 
