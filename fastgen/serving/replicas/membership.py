@@ -30,7 +30,7 @@ _WATCH_S = 0.5
 SILENT_S = 3.0
 # After this long its requests are taken from it.
 LOST_S = 10.0
-# How long a replica may take to answer a server that wants to be attached.
+# How long a replica may take to answer a server that wants to be attached. One that takes longer hangs.
 _ATTACH_S = 10.0
 
 
@@ -79,7 +79,7 @@ class Membership:
         self.replicas: dict[str, Replica] = {}
         # Those that get no more, and have some.
         self._leaving: set[Replica] = set()
-        # The ids of those that fell silent, and were not attached again.
+        # The ids of those that fell silent or do not answer, and were not attached since.
         self._hanging: set[str] = set()
         # Those that Ray Serve lists and whose link was lost: how often their engines had been restarted.
         self._away: dict[str, int] = {}
@@ -207,11 +207,14 @@ class Membership:
                 try:
                     async with asyncio.timeout(_ATTACH_S):
                         answer = await self._handle.attach(id, self._server)
+                    self._hanging.discard(id)
                     if id in self._ids:
                         self._use(id, answer)
                     return
                 except (*RAY_ERRORS, TimeoutError) as error:
                     _log.warning("replica %s cannot be reached: %s", id, type(error).__name__)
+                    if isinstance(error, TimeoutError) and id in self._ids:
+                        self._hanging.add(id)
                 except Exception:  # such as too many open files, which may become fewer
                     _log.exception("replica %s cannot be attached", id)
                 await asyncio.sleep(_WATCH_S)
@@ -242,7 +245,6 @@ class Membership:
             link.close()
             raise
         self.replicas[id] = replica = Replica(id, host, facts, link, self._away.pop(id, 0))
-        self._hanging.discard(id)
         self._take_beat(replica, attached.state)
         if not self.facts.done():
             self.facts.set_result(facts)

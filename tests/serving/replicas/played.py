@@ -48,6 +48,8 @@ class PlayedReplica:
         # The requests that it was sent, by their numbers, and those that were cancelled.
         self.taken: dict[int, Submit] = {}
         self.cancelled: list[int] = []
+        # How often a server asked for a link.
+        self.num_asked = 0
         # Whether it does nothing at all, as a suspended process.
         self.is_silent = False
         # Its state as it is attached.
@@ -55,6 +57,7 @@ class PlayedReplica:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     async def attach(self, server: str) -> AttachAnswer:
+        self.num_asked += 1
         if self.is_silent:
             await asyncio.sleep(WAIT_S)
         if (before := self.links.pop(server, None)) is not None:

@@ -299,6 +299,22 @@ def test_a_replica_that_hangs_while_it_finishes_its_requests_is_killed(monkeypat
     run(test)
 
 
+def test_a_replica_that_hung_before_the_server_came_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "_ATTACH_S", 0.1)
+
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a) as (replicas, handle, _):
+            b.is_silent = True
+            handle.add(b)
+            await until(lambda: b.num_asked > 1)  # the first time was in vain
+            assert (list(replicas.replicas), handle.killed) == (["a"], [])
+            handle.remove("b")  # Ray Serve has noticed, and waits until it has finished its requests
+            await until(lambda: handle.killed == ["b"])
+
+    run(test)
+
+
 async def _beat(replica: PlayedReplica) -> None:
     while True:
         replica.beat()
