@@ -26,6 +26,7 @@ from fastgen.serving.engine.request import EngineWatcher
 from fastgen.serving.process_end import end_with
 from fastgen.serving.replicas.handle import RayHandle
 from fastgen.serving.replicas.replica_set import ReplicaSet
+from fastgen.serving.replicas.settings import generation_of
 from fastgen.serving.run import run
 
 
@@ -53,7 +54,8 @@ def main() -> None:
 
         def replicas(watcher: EngineWatcher) -> ReplicaSet:
             handle = serve.get_deployment_handle(request["deployment"], request["app"])
-            return ReplicaSet(RayHandle(handle), watcher, router=options.router, on_beat=beat)
+            generation = generation_of(load_arguments)
+            return ReplicaSet(RayHandle(handle), watcher, generation=generation, router=options.router, on_beat=beat)
 
         def ready(deployment: Deployment) -> None:
             nonlocal is_ready

@@ -30,6 +30,9 @@ _WATCH_S = 0.5
 SILENT_S = 3.0
 # After this long its requests are taken from it.
 LOST_S = 10.0
+# A replica that Ray Serve no longer lists still gets requests for this long, if there is no other: in a rolling update
+# the new server is not ready yet.
+KEEP_S = 10.0
 # How long a replica may take to answer a server that wants to be attached. One that takes longer hangs.
 _ATTACH_S = 10.0
 
@@ -44,6 +47,8 @@ class Replica:
     link: Link
     # For how long it was not heard.
     silent_s: float = 0.0
+    # For how long Ray Serve has not listed it.
+    unlisted_s: float = 0.0
     # How often its engine was restarted.
     num_restarts: int = 0
     # Whether its engine accepts requests.
@@ -54,12 +59,13 @@ class Replica:
 
 
 class Membership:
-    """Keeps links with the replicas behind ``handle``, and makes the router of ``routes`` by its name.
+    """Keeps links with the replicas of one ``generation`` behind ``handle``, and makes the router of ``routes`` by its
+    name. During a rolling update there are replicas of another one, which may have another model and get no requests.
 
     ``on_message`` is called with what a replica sends of requests and questions, and ``on_lost`` with a replica whose
-    requests are lost. A replica that Ray Serve no longer lists gets no more requests, and its link remains until those
-    in it have ended. One that hangs is killed then: Ray Serve would let it have its time to finish. All methods belong
-    to one event loop.
+    requests are lost. A replica that Ray Serve no longer lists gets no more requests once there is another, and its
+    link remains until those in it have ended. One that hangs is killed then: Ray Serve would let it have its time to
+    finish. All methods belong to one event loop.
     """
 
     def __init__(
@@ -69,16 +75,20 @@ class Membership:
         routes: RoutingTable,
         watcher: EngineWatcher,
         *,
+        generation: str,
         router: str,
         on_message: Callable[[Replica, FromReplica], None],
         on_lost: Callable[[Replica], None],
     ):
         self._handle, self._server, self._routes, self._watcher = handle, server, routes, watcher
+        self._generation = generation
         self._router, self._on_message, self._on_lost = router, on_message, on_lost
         # Those that get requests, by their ids.
         self.replicas: dict[str, Replica] = {}
         # Those that get no more, and have some.
         self._leaving: set[Replica] = set()
+        # The ids of those of another generation.
+        self._others: set[str] = set()
         # The ids of those that fell silent or do not answer, and were not attached since.
         self._hanging: set[str] = set()
         # Those that Ray Serve lists and whose link was lost: how often their engines had been restarted.
@@ -95,13 +105,10 @@ class Membership:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def changed(self, ids: list[str]) -> None:
-        """Attaches the new ones of these replicas, and sends no more to those that are not among them."""
+        """Attaches the new ones of these replicas, and lets those go that are not among them."""
         self._ids = ids
-        for replica in list(self.replicas.values()):
-            if replica.id not in ids:
-                self._remove(replica)
-                self._leaving.add(replica)
-                self.left(replica)
+        self._others &= set(ids)
+        self._let_go()
         for id in ids:
             self._begin_to_attach(id)
         for id in self._away.keys() - set(ids):
@@ -109,6 +116,15 @@ class Membership:
             self._watcher.engine_ended(id)
         for id in self._hanging - set(ids):
             self._kill(id)
+
+    def _let_go(self) -> None:
+        """Sends no more requests to replicas that Ray Serve no longer lists, if there are others or it was long ago."""
+        has_others = any(one.is_ready and one.id in self._ids for one in self.replicas.values())
+        for replica in list(self.replicas.values()):
+            if replica.id not in self._ids and (has_others or replica.unlisted_s > KEEP_S):
+                self._remove(replica)
+                self._leaving.add(replica)
+                self.left(replica)
 
     def left(self, replica: Replica) -> None:
         """Closes the link of a replica that gets no more requests and has none."""
@@ -137,17 +153,19 @@ class Membership:
             passed_s = min(time.monotonic() - began_s, 2 * _WATCH_S)
             for replica in (*self.replicas.values(), *self._leaving):
                 replica.silent_s += passed_s
+                replica.unlisted_s += 0.0 if replica.id in self._ids else passed_s
                 if replica.silent_s > SILENT_S and replica.id not in self._routes.silent:
                     _log.warning("replica %s was not heard for %.1f s", replica.id, replica.silent_s)
                 if replica.silent_s > LOST_S:
                     replica.link.close()
                     self._hanging.add(replica.id)
                     self._lose(replica)
+            self._let_go()
             self._update_routes()
 
     def _update_routes(self) -> None:
         """Notes which replicas get requests."""
-        self._routes.ready = frozenset(one.id for one in self.replicas.values() if one.is_ready)
+        self._routes.ready = sorted(one.id for one in self.replicas.values() if one.is_ready)
         self._routes.silent = frozenset(one.id for one in self.replicas.values() if one.silent_s > SILENT_S)
 
     async def stop(self) -> None:
@@ -180,13 +198,15 @@ class Membership:
         self.num_restarts += 1
         if replica in self._leaving:
             self._leaving.remove(replica)
+        else:
+            self._remove(replica)
+        if replica.id in self._ids:
+            self._away[replica.id] = replica.num_restarts
+            self._begin_to_attach(replica.id)
+        else:
             self._watcher.engine_ended(replica.id)
             if replica.id in self._hanging:
                 self._kill(replica.id)
-        elif self.replicas.get(replica.id) is replica:
-            self._remove(replica)
-            self._away[replica.id] = replica.num_restarts
-            self._begin_to_attach(replica.id)
         self._on_lost(replica)
 
     def _kill(self, id: str) -> None:
@@ -197,7 +217,7 @@ class Membership:
     # --- attaching
 
     def _begin_to_attach(self, id: str) -> None:
-        if id not in self.replicas and id not in self._attaching:
+        if id not in self.replicas and id not in self._others and id not in self._attaching:
             self._attaching[id] = asyncio.create_task(self._attach(id))
 
     async def _attach(self, id: str) -> None:
@@ -231,6 +251,10 @@ class Membership:
                 )
             return
         attached = msgspec.msgpack.decode(answer["attached"], type=Attached)
+        if attached.generation != self._generation:
+            self._others.add(id)
+            _log.info("replica %s on %s was deployed with other arguments, and is left to another server", id, host)
+            return
         facts = attached.facts
         if self._routes.router is None:
             self._routes.router = make_router(self._router, block_size=facts.block_size, num_blocks=facts.num_blocks)
@@ -244,7 +268,7 @@ class Membership:
         except BaseException:
             link.close()
             raise
-        self.replicas[id] = replica = Replica(id, host, facts, link, self._away.pop(id, 0))
+        self.replicas[id] = replica = Replica(id, host, facts, link, num_restarts=self._away.pop(id, 0))
         self._take_beat(replica, attached.state)
         if not self.facts.done():
             self.facts.set_result(facts)
@@ -260,7 +284,7 @@ class Membership:
             self._on_message(replica, message)
 
     def _take_beat(self, replica: Replica, beat: Beat) -> None:
-        num_restarts = beat.num_restarts - replica.num_restarts
+        was_ready, num_restarts = replica.is_ready, beat.num_restarts - replica.num_restarts
         if num_restarts or (replica.is_ready and not beat.is_ready):
             self.num_restarts += num_restarts
             self._watcher.engine_ended(replica.id)
@@ -269,7 +293,9 @@ class Membership:
         if beat.is_ready and not replica.is_ready and replica not in self._leaving:
             self._watcher.engine_ready(replica.facts, replica.id)
         replica.status, replica.num_restarts, replica.is_ready = beat.status, beat.num_restarts, beat.is_ready
-        self._update_routes()
+        if beat.is_ready != was_ready:
+            self._let_go()
+            self._update_routes()
         metrics = msgspec.msgpack.decode(beat.metrics, type=Metrics | None)
         if metrics is not None and beat.is_ready:
             self._watcher.engine_counted(metrics, replica.id)

@@ -39,6 +39,8 @@ class Attached(msgspec.Struct, array_like=True):
     """A link that a replica has opened, and the replica's state."""
 
     address: LinkAddress
+    # Which servers it is for; see :func:`~fastgen.serving.replicas.settings.generation_of`.
+    generation: str
     facts: EngineFacts
     state: Beat
 

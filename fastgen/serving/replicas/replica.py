@@ -46,13 +46,16 @@ class _Run:
 
 
 class EngineReplica:
-    """Runs an engine with the ``arguments`` of ``fastgen.load``; see :class:`EngineProcess`."""
+    """Runs an engine with the ``arguments`` of ``fastgen.load``; see :class:`EngineProcess`. Only servers of the same
+    ``generation`` use it; see :func:`~fastgen.serving.replicas.settings.generation_of`.
+    """
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
-        self, arguments: Mapping[str, Any], *, timeout_s: float
+        self, arguments: Mapping[str, Any], *, generation: str, timeout_s: float
     ) -> None:
         set_up_logging_of_engine()
         self.id = serve.get_replica_context().replica_id.unique_id
+        self._generation = generation
         self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._engine = EngineProcess(arguments, self, timeout_s=timeout_s)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -83,7 +86,7 @@ class EngineReplica:
 
         self._links[server] = link = Link(self._context, to_replica, take, lambda: self._lose(server))
         assert self._engine.facts is not None
-        attached = Attached(link.listen(self._host), self._engine.facts, self._state())
+        attached = Attached(link.listen(self._host), self._generation, self._engine.facts, self._state())
         return {"version": __version__, "host": socket.gethostname(), "attached": encoder.encode(attached)}
 
     async def check_health(self) -> None:

@@ -77,7 +77,7 @@ class _Run:
 
 
 class ReplicaSet:
-    """Sends requests to the replicas behind ``handle``. ``router`` is a name of
+    """Sends requests to the replicas of one ``generation`` behind ``handle``. ``router`` is a name of
     :data:`~fastgen.runtime.routing.ROUTERS`. ``on_beat`` is called about twice a second as long as the event loop runs.
 
     All methods belong to one event loop.
@@ -88,10 +88,12 @@ class ReplicaSet:
         handle: ReplicaHandle,
         watcher: EngineWatcher,
         *,
+        generation: str,
         router: str = "prefix",
         on_beat: Callable[[], None] = lambda: None,
     ):
-        self._handle, self._watcher, self._router, self._on_beat = handle, watcher, router, on_beat
+        self._handle, self._watcher, self._on_beat = handle, watcher, on_beat
+        self._generation, self._router = generation, router
         self._is_stopped = False
         # Numbers of requests and questions differ from those of a server before or beside this one.
         self._numbers = count(secrets.randbits(38) << 24)
@@ -167,6 +169,7 @@ class ReplicaSet:
             secrets.token_hex(8),
             self._routes,
             self._watcher,
+            generation=self._generation,
             router=self._router,
             on_message=self._take,
             on_lost=self._lost,
@@ -335,12 +338,12 @@ class ReplicaSet:
         finally:
             del self._runs[number]
             self._routes.remove(number)
-            if (replica := run.replica) is not None:
+            if (used := run.replica) is not None:
                 if run.outcome.cancelled():
-                    replica.link.send(encoder.encode(Cancel(number)))
-                replica.num_requests -= 1
-                self._handle.ended(replica.id)
-                self._members.left(replica)
+                    used.link.send(encoder.encode(Cancel(number)))
+                used.num_requests -= 1
+                self._handle.ended(used.id)
+                self._members.left(used)
 
     async def _choose(self, number: int) -> Replica:
         """Returns the best replica for a request. Waits while none is ready, and raises ``UnavailableError`` if that

@@ -10,31 +10,24 @@ from fastgen.runtime.routing import RoutedRequest, Router
 class RoutingTable:
     """Holds the requests of a server, and ranks replicas for them.
 
-    ``on_replicas`` is called with the ids of all replicas when they change, in the thread that calls :meth:`update`,
-    one of Ray. All other methods belong to the server's event loop.
+    Ray's threads call ``update`` with the ids of all replicas when they change. All methods belong to the server's
+    event loop.
     """
 
     # The table of the server in this process, if there is one.
     current: RoutingTable | None = None
 
-    def __init__(self, on_replicas: Callable[[list[str]], None]):
-        self._on_replicas = on_replicas
-        # The ids of all replicas that Ray Serve has now.
-        self._ids: list[str] = []
+    def __init__(self, update: Callable[[list[str]], None]):
+        self.update = update
         # ``None`` until a replica is attached, whose block size it needs.
         self.router: Router | None = None
         # Replicas that are linked with the server, and whose engine accepts requests. Others get none.
-        self.ready: frozenset[str] = frozenset()
+        self.ready: list[str] = []
         # Replicas that were not heard for some time. They get requests only where there are no others.
         self.silent: frozenset[str] = frozenset()
         self._requests: dict[int, RoutedRequest] = {}
         # The replica where each of them counts.
         self._places: dict[int, str] = {}
-
-    def update(self, ids: list[str]) -> None:
-        """Takes the ids of all replicas."""
-        self._ids = ids
-        self._on_replicas(ids)
 
     def add(self, number: int, request: RoutedRequest) -> None:
         """Adds a request that is about to be sent."""
@@ -53,7 +46,7 @@ class RoutingTable:
         if request is None or self.router is None:
             return []
         self._count(number, None)
-        ranked = self.router.rank(request, [replica for replica in self._ids if replica in self.ready])
+        ranked = self.router.rank(request, self.ready)
         ranked.sort(key=self.silent.__contains__)
         if ranked:
             self._count(number, ranked[0])

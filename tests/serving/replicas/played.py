@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import zmq
@@ -13,6 +14,7 @@ from ray.exceptions import RayActorError
 
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.requests.outputs import FinishReason, RequestMetrics
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.engine.messages import (
     Ask,
     Cancel,
@@ -36,14 +38,18 @@ from fastgen.version import __version__
 from tests.serving.fake_engine import FACTS
 
 WAIT_S = 30.0
+GENERATION = "of the server"
+SAMPLING = SamplingParams(max_new_tokens=8)
 _METRICS = RequestMetrics(queue_s=0.0, ttft_s=0.0)
 
 
 class PlayedReplica:
     """Takes requests and does with them what the test says."""
 
-    def __init__(self, name: str, version: str = __version__):
-        self.name, self.version = name, version
+    def __init__(
+        self, name: str, version: str = __version__, *, generation: str = GENERATION, facts: EngineFacts = FACTS
+    ):
+        self.name, self.version, self.generation, self.facts = name, version, generation, facts
         self.links: dict[str, Link] = {}
         # The requests that it was sent, by their numbers, and those that were cancelled.
         self.taken: dict[int, Submit] = {}
@@ -68,7 +74,7 @@ class PlayedReplica:
                 del self.links[server]
 
         self.links[server] = link = Link(self.context, to_replica, self._take, lost)
-        attached = encoder.encode(Attached(link.listen("127.0.0.1"), FACTS, self.state))
+        attached = encoder.encode(Attached(link.listen("127.0.0.1"), self.generation, self.facts, self.state))
         if self.version != __version__:
             attached = b"in another layout"
         return {"version": self.version, "host": f"host of {self.name}", "attached": attached}
@@ -199,7 +205,7 @@ async def played_set(
 ) -> AsyncIterator[tuple[ReplicaSet, PlayedHandle, Noted]]:
     """Yields a started set of these replicas, all attached, with its handle and what its watcher notes."""
     handle, noted = PlayedHandle(*replicas), Noted()
-    found = ReplicaSet(handle, noted, router=router)
+    found = ReplicaSet(handle, noted, generation=GENERATION, router=router)
     async with asyncio.timeout(WAIT_S):
         try:
             await found.start()
@@ -228,3 +234,30 @@ async def until_linked(found: ReplicaSet, *replicas: PlayedReplica) -> None:
         return all(found.replicas[replica.name].status.num_steps for replica in replicas)
 
     await until(are_heard)
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
+
+
+def submit(
+    replicas: ReplicaSet, *prompt_ids: int, session: str | None = None, sampling: SamplingParams = SAMPLING
+) -> EngineRequest:
+    """Submits a stream with this prompt, or with a short one."""
+    return replicas.submit(list(prompt_ids) or [1, 2, 3], sampling, is_stream=True, arrived_s=0.0, session=session)
+
+
+async def where(request: EngineRequest, *replicas: PlayedReplica) -> PlayedReplica:
+    """Waits until one of ``replicas`` has ``request``, under its present number, and returns it."""
+    await until(lambda: any(request.number in each.taken for each in replicas))
+    (found,) = [each for each in replicas if request.number in each.taken]
+    return found
+
+
+async def whole(request: EngineRequest) -> list[int]:
+    """Returns all tokens of an answer."""
+    tokens: list[int] = []
+    while request.num_open or request._news:
+        for news in await request.news():
+            tokens += news.token_ids
+    return tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -12,29 +12,20 @@ import pytest
 from msgspec.structs import replace
 
 from fastgen.runtime.metrics import Histogram, Metrics
-from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.engine.messages import Reply, Status, encoder
 from fastgen.serving.replicas import membership
 from fastgen.serving.replicas.messages import Beat
-from tests.serving.replicas.played import Noted, PlayedReplica, played_set, until
+from tests.serving.replicas.played import Noted, PlayedReplica, played_set, run, submit, until, where
 
+pytestmark = pytest.mark.usefixtures("quick")
 KV_BLOCKS = 40
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "_WATCH_S", 0.02)
-
-
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(test())
 
 
 def counters(requests_total: int) -> Metrics:
     """Returns the counters of an engine that took so many requests."""
     values: dict[str, Any] = dict.fromkeys((field.name for field in fields(Metrics)), 0)
     values |= {"requests_total": requests_total, "kv_blocks": KV_BLOCKS}
-    values |= {name: Histogram((), (0,), 0.0) for name in values if name.endswith("_seconds")}
+    values |= {name: Histogram(bounds=(), counts=(0,), sum=0.0) for name in values if name.endswith("_seconds")}
     values |= {"sequences_finished_total": {}, "step_seconds": {}}
     return Metrics(**values)
 
@@ -82,13 +73,16 @@ def test_the_counters_of_a_replica_that_is_attached_again_continue_if_its_engine
     run(test)
 
 
-def test_a_replica_that_finishes_its_requests_is_counted_to_its_end_and_is_no_loss() -> None:
+def test_a_replica_that_finishes_its_requests_is_counted_to_its_end_and_is_no_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(membership, "KEEP_S", 0.0)
+
     async def test() -> None:
         a = PlayedReplica("a")
         async with played_set(a) as (replicas, handle, noted):
-            sampling = SamplingParams(max_new_tokens=8)
-            request = replicas.submit([1, 2, 3], sampling, is_stream=True, arrived_s=0.0)
-            await until(lambda: request.number in a.taken)
+            request = submit(replicas)
+            await where(request, a)
             await until_counted(a, noted, lambda: a.beat(metrics=counters(5)))
             handle.remove("a")
             await until(lambda: not replicas.replicas)

@@ -3,62 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
 
-from fastgen.errors import FastgenError, GenerationError
-from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.errors import GenerationError
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.answers import Answers
-from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.refusals import EngineDiedError, UnavailableError
-from fastgen.serving.replicas import membership, replica_set
-from fastgen.serving.replicas.link import Link, LinkAddress
-from fastgen.serving.replicas.messages import AttachAnswer
-from fastgen.serving.replicas.replica_set import ReplicaSet
+from fastgen.serving.replicas import replica_set
 from fastgen.serving.service import Running
 from tests.serving.fake_engine import FACTS
-from tests.serving.replicas.played import PlayedReplica, played_set, until, until_linked
+from tests.serving.replicas.played import SAMPLING, PlayedReplica, played_set, run, submit, until, where, whole
 
-SAMPLING = SamplingParams(max_new_tokens=8)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "_WATCH_S", 0.02)
-    monkeypatch.setattr(replica_set, "_POLL_S", 0.01)
-
-
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(test())
-
-
-def submit(
-    replicas: ReplicaSet, *prompt_ids: int, session: str | None = None, sampling: SamplingParams = SAMPLING
-) -> EngineRequest:
-    return replicas.submit(list(prompt_ids) or [1, 2, 3], sampling, is_stream=True, arrived_s=0.0, session=session)
-
-
-async def where(request: EngineRequest, *replicas: PlayedReplica) -> PlayedReplica:
-    """Waits until one of ``replicas`` has ``request``, under its present number, and returns it."""
-    await until(lambda: any(request.number in each.taken for each in replicas))
-    (found,) = [each for each in replicas if request.number in each.taken]
-    return found
-
-
-async def whole(request: EngineRequest) -> list[int]:
-    """Returns all tokens of an answer."""
-    tokens: list[int] = []
-    while request.num_open or request._news:
-        for news in await request.news():
-            tokens += news.token_ids
-    return tokens
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def test_requests_are_spread_over_replicas_and_answered() -> None:
@@ -241,86 +201,6 @@ def test_a_lost_request_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) 
     run(test)
 
 
-def test_a_replica_that_falls_silent_loses_its_requests_and_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "SILENT_S", 0.1)
-    monkeypatch.setattr(membership, "LOST_S", 0.3)
-    monkeypatch.setattr(membership, "_ATTACH_S", 0.1)
-
-    async def test() -> None:
-        a, b = PlayedReplica("a"), PlayedReplica("b")
-        async with played_set(a, b) as (replicas, handle, _noted):
-            beating = [asyncio.create_task(_beat(each)) for each in (a, b)]
-            request = submit(replicas)
-            first = await where(request, a, b)
-            other, first_number = (b if first is a else a), request.number
-            first.is_silent = True
-            assert await where(request, other) is other
-            assert request.number != first_number
-            for _ in range(4):
-                assert await where(submit(replicas), a, b) is other
-            other.finish(request.number, 6)
-            assert await whole(request) == [6]
-            first.is_silent = False
-            await until(
-                lambda: {one.state for one in replicas.replica_views()} == {"ready"} and len(replicas.replicas) == 2
-            )
-            first.is_silent = True  # and requests come before it is noticed, which it does not answer
-            together = [submit(replicas) for _ in range(4)]
-            for each in together:
-                assert await where(each, a, b)
-            for each in together:
-                await until(lambda each=each: each.number in other.taken)
-            assert handle.killed == []
-            handle.remove(first.name)  # Ray Serve has noticed, and waits until it has finished its requests
-            await until(lambda: handle.killed == [first.name])
-            for task in beating:
-                task.cancel()
-
-    run(test)
-
-
-def test_a_replica_that_hangs_while_it_finishes_its_requests_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "LOST_S", 0.3)
-
-    async def test() -> None:
-        a, b = PlayedReplica("a"), PlayedReplica("b")
-        async with played_set(a, b) as (replicas, handle, _):
-            beating = [asyncio.create_task(_beat(each)) for each in (a, b)]
-            request = submit(replicas)
-            first = await where(request, a, b)
-            handle.remove(first.name)
-            await until(lambda: len(replicas.replicas) == 1)
-            first.is_silent = True
-            assert await where(request, *([b] if first is a else [a]))
-            assert handle.killed == [first.name]
-            for task in beating:
-                task.cancel()
-
-    run(test)
-
-
-def test_a_replica_that_hung_before_the_server_came_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "_ATTACH_S", 0.1)
-
-    async def test() -> None:
-        a, b = PlayedReplica("a"), PlayedReplica("b")
-        async with played_set(a) as (replicas, handle, _):
-            b.is_silent = True
-            handle.add(b)
-            await until(lambda: b.num_asked > 1)  # the first time was in vain
-            assert (list(replicas.replicas), handle.killed) == (["a"], [])
-            handle.remove("b")  # Ray Serve has noticed, and waits until it has finished its requests
-            await until(lambda: handle.killed == ["b"])
-
-    run(test)
-
-
-async def _beat(replica: PlayedReplica) -> None:
-    while True:
-        replica.beat()
-        await asyncio.sleep(0.02)
-
-
 def test_a_cancelled_request_is_cancelled_at_its_replica() -> None:
     async def test() -> None:
         a = PlayedReplica("a")
@@ -360,32 +240,6 @@ def test_a_request_that_cannot_be_sent_fails() -> None:
     run(test)
 
 
-def test_a_replica_that_ray_no_longer_lists_gets_no_more_requests_and_finishes_those_it_has() -> None:
-    async def test() -> None:
-        a, b = PlayedReplica("a"), PlayedReplica("b")
-        async with played_set(a, b) as (replicas, handle, _):
-            request = submit(replicas)
-            first = await where(request, a, b)
-            other = b if first is a else a
-            handle.remove(first.name)
-            await until(lambda: list(replicas.replicas) == [other.name])
-            for _ in range(4):
-                assert await where(submit(replicas), a, b) is other
-            first.give(request.number, 5)
-            assert [news.token_ids for news in await request.news()] == [[5]]
-            assert first.links
-            first.finish(request.number, 6)
-            assert await whole(request) == [6]
-
-            def has_no_link() -> bool:
-                first.beat()  # by which it notices
-                return not first.links
-
-            await until(has_no_link)
-
-    run(test)
-
-
 def test_ray_serve_counts_a_request_from_its_sending_to_its_end() -> None:
     async def test() -> None:
         a = PlayedReplica("a")
@@ -401,49 +255,6 @@ def test_ray_serve_counts_a_request_from_its_sending_to_its_end() -> None:
             await until(lambda: handle.num_requests == {"a": 1})
             a.finish(requests[2].number, 5)
             await until(lambda: handle.num_requests == {"a": 0})
-
-    run(test)
-
-
-def test_a_replica_whose_link_is_lost_is_attached_again() -> None:
-    async def test() -> None:
-        a = PlayedReplica("a")
-        async with played_set(a) as (replicas, _, noted):
-            request = submit(replicas)
-            await where(request, a)
-            a.close()  # the connection, while the actor lives
-            first_number = request.number
-            await until(lambda: request.number != first_number)
-            await where(request, a)
-            a.finish(request.number, 6)
-            assert await whole(request) == [6]
-            assert noted.notes.count(("ready", "a")) == 2
-
-    run(test)
-
-
-def test_a_replica_is_attached_after_errors_that_nothing_foresees(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = [zmq.ZMQError(errno.EMFILE), zmq.ZMQError(errno.EMFILE)]
-
-    class Refusing(PlayedReplica):
-        async def attach(self, server: str) -> AttachAnswer:
-            if len(errors) == 2:
-                raise errors.pop()
-            return await super().attach(server)
-
-    def connect(self: Link, address: LinkAddress) -> None:
-        if errors:
-            raise errors.pop()
-        connects(self, address)
-
-    connects = Link.connect
-    monkeypatch.setattr(Link, "connect", connect)
-
-    async def test() -> None:
-        a = Refusing("a")
-        async with played_set(a) as (replicas, _, _noted):
-            assert errors == []
-            assert await where(submit(replicas), a) is a
 
     run(test)
 
@@ -483,37 +294,5 @@ def test_questions_go_to_the_replica_that_is_named() -> None:
             await replicas.stop()
             with pytest.raises(UnavailableError, match="the server is ending"):
                 await waiting
-
-    run(test)
-
-
-def test_a_new_replica_is_used_and_a_restarting_engine_is_not() -> None:
-    async def test() -> None:
-        a, b = PlayedReplica("a"), PlayedReplica("b")
-        async with played_set(a) as (replicas, handle, noted):
-            handle.add(b)
-            await until(lambda: "b" in replicas.replicas)
-            await until_linked(replicas, b)
-            a.beat(is_ready=False)
-            await until(lambda: not replicas.replicas["a"].is_ready)
-            assert ("ended", "a") in noted.notes
-            for _ in range(4):
-                assert await where(submit(replicas), a, b) is b
-            b.beat(is_ready=False)
-            await until(lambda: replicas.state == "restarting")
-            with pytest.raises(UnavailableError, match="no replica is ready: the server is restarting"):
-                submit(replicas)
-            a.beat(num_restarts=1)
-            await until(lambda: replicas.state == "ready")
-            assert replicas.num_restarts == 1
-
-    run(test)
-
-
-def test_another_version_on_a_machine_is_named() -> None:
-    async def test() -> None:
-        with pytest.raises(FastgenError, match=r"replica a on host of a runs fastgen 0\.0\.1, and the server"):
-            async with played_set(PlayedReplica("a", version="0.0.1")):
-                pass
 
     run(test)

@@ -89,9 +89,11 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"{link._HEARTBEAT_MS / 1000:g} s; {link._SILENCE_MS / 1000:g} s",
         f"every {settings.HEALTH_PERIOD_S:g} s; {settings.HEALTH_TIMEOUT_S:g} s",
         f"{ingress._SILENCE_S:g} s",
+        f"three times as long as loading took, at least {replica_set._MIN_WAIT_S:g} s",
         f"{replica_set.MAX_TRIES}, with pauses from {2 * replica_set._FIRST_DELAY_S:g} s, doubled each time",
         f"{application._MAX_STARTS}",
         f"{settings.FINISH_S:g} s (`graceful_shutdown_timeout_s`)",
+        f"{membership.KEEP_S:g} s",
         f"`--drain-timeout` and {settings.INGRESS_END_S:g} s more",
         f"{cluster._CONNECT_S:g} s",
     ]
