@@ -30,8 +30,9 @@ from fastgen.version import __version__
 
 # How often a replica reports its state.
 BEAT_S = 0.5
-# How long a replica that ends waits until its servers have taken the last tokens.
-_LAST_NEWS_S = 10.0
+# How long a replica that ends and has no requests waits until its servers have taken the last tokens: longer than
+# ``membership.KEEP_S``, for which they may still send some.
+_LAST_NEWS_S = 15.0
 _NO_METRICS = msgspec.Raw(encoder.encode(None))
 
 
@@ -70,7 +71,7 @@ class EngineReplica:
         # The engine's last answer about its counters, as MessagePack.
         self._metrics = _NO_METRICS
         self._status = Status(0, 0, 0)
-        # Set whenever a request or a link has ended.
+        # Set whenever a request has come or ended, or a link has ended.
         self._changed = asyncio.Event()
         self._beating = asyncio.create_task(self._beat_for_ever())
         await self._engine.start()
@@ -96,14 +97,17 @@ class EngineReplica:
             raise FastgenError(failure.result())
 
     async def __del__(self) -> None:  # Ray Serve awaits it before it ends the actor
-        """Waits until all requests have ended and their servers have taken the last tokens. Then ends the engine."""
+        """Waits until all requests have ended and their servers have taken the last tokens. Then ends the engine. A
+        request may still come: a server may use this replica until there is another.
+        """
         with contextlib.suppress(AttributeError):  # it never started
-            while self._runs:
-                await self._change()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_NEWS_S):
-                    while self._links:
+            while self._runs or self._links:
+                try:
+                    async with asyncio.timeout(None if self._runs else _LAST_NEWS_S):
                         await self._change()
+                except TimeoutError:
+                    if not self._runs:
+                        break
             await self._engine.stop()
 
     async def _change(self) -> None:
@@ -116,6 +120,7 @@ class EngineReplica:
         match message:
             case Submit():
                 self._runs[message.number] = _Run(server, message.sampling.get("n", 1))
+                self._changed.set()
             case Cancel():
                 if self._runs.pop(message.number, None) is None:
                     return

@@ -40,7 +40,7 @@ from tests.serving.fake_engine import FACTS
 WAIT_S = 30.0
 GENERATION = "of the server"
 SAMPLING = SamplingParams(max_new_tokens=8)
-_METRICS = RequestMetrics(queue_s=0.0, ttft_s=0.0)
+ENDED = End("length", None, None, RequestMetrics(queue_s=0.0, ttft_s=0.0), 0.0)
 
 
 class PlayedReplica:
@@ -107,7 +107,7 @@ class PlayedReplica:
 
     def finish(self, number: int, *token_ids: int, index: int = 0, reason: FinishReason = "length") -> None:
         """Sends the last tokens of a completion."""
-        end = End(reason, None, None, _METRICS, 0.0)
+        end = msgspec.structs.replace(ENDED, reason=reason)
         self.send(Report([], [Progress(number, index, list(token_ids), None, end)], [], [], None))
 
     def lose(self, *numbers: int) -> None:
