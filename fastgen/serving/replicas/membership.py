@@ -100,21 +100,21 @@ class Membership:
         # Why replicas can never be used.
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         # The ids of all replicas that Ray Serve has now.
-        self._ids: list[str] = []
+        self._ids: frozenset[str] = frozenset()
         self._attaching: dict[str, asyncio.Task[None]] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def changed(self, ids: list[str]) -> None:
         """Attaches the new ones of these replicas, and lets those go that are not among them."""
-        self._ids = ids
-        self._others &= set(ids)
+        self._ids = frozenset(ids)
+        self._others &= self._ids
         self._let_go()
         for id in ids:
             self._begin_to_attach(id)
-        for id in self._away.keys() - set(ids):
+        for id in self._away.keys() - self._ids:
             del self._away[id]
             self._watcher.engine_ended(id)
-        for id in self._hanging - set(ids):
+        for id in self._hanging - self._ids:
             self._kill(id)
 
     def _let_go(self) -> None:
@@ -153,7 +153,7 @@ class Membership:
             passed_s = min(time.monotonic() - began_s, 2 * _WATCH_S)
             for replica in (*self.replicas.values(), *self._leaving):
                 replica.silent_s += passed_s
-                replica.unlisted_s += 0.0 if replica.id in self._ids else passed_s
+                replica.unlisted_s = 0.0 if replica.id in self._ids else replica.unlisted_s + passed_s
                 if replica.silent_s > SILENT_S and replica.id not in self._routes.silent:
                     _log.warning("replica %s was not heard for %.1f s", replica.id, replica.silent_s)
                 if replica.silent_s > LOST_S:
@@ -170,7 +170,7 @@ class Membership:
 
     async def stop(self) -> None:
         """Closes all links, and makes no more."""
-        self._ids = []
+        self._ids = frozenset()
         for task in list(self._attaching.values()):
             task.cancel()
             await asyncio.wait({task})
@@ -195,11 +195,13 @@ class Membership:
 
     def _lose(self, replica: Replica) -> None:
         """Takes the requests from a replica whose link is closed. It is attached again if it still exists."""
-        self.num_restarts += 1
         if replica in self._leaving:
             self._leaving.remove(replica)
-        else:
+        elif self.replicas.get(replica.id) is replica:
             self._remove(replica)
+        else:
+            return  # its last message has let it go
+        self.num_restarts += 1
         if replica.id in self._ids:
             self._away[replica.id] = replica.num_restarts
             self._begin_to_attach(replica.id)
@@ -293,9 +295,9 @@ class Membership:
         if beat.is_ready and not replica.is_ready and replica not in self._leaving:
             self._watcher.engine_ready(replica.facts, replica.id)
         replica.status, replica.num_restarts, replica.is_ready = beat.status, beat.num_restarts, beat.is_ready
-        if beat.is_ready != was_ready:
-            self._let_go()
-            self._update_routes()
         metrics = msgspec.msgpack.decode(beat.metrics, type=Metrics | None)
         if metrics is not None and beat.is_ready:
             self._watcher.engine_counted(metrics, replica.id)
+        if beat.is_ready != was_ready:
+            self._let_go()
+            self._update_routes()
