@@ -71,7 +71,7 @@ class EngineReplica:
         # The engine's last answer about its counters, as MessagePack.
         self._metrics = _NO_METRICS
         self._status = Status(0, 0, 0)
-        # Set whenever a request has come or ended, or a link has ended.
+        # Set whenever a request or a link has ended.
         self._changed = asyncio.Event()
         self._beating = asyncio.create_task(self._beat_for_ever())
         await self._engine.start()
@@ -103,7 +103,7 @@ class EngineReplica:
         with contextlib.suppress(AttributeError):  # it never started
             while self._runs or self._links:
                 try:
-                    async with asyncio.timeout(None if self._runs else _LAST_NEWS_S):
+                    async with asyncio.timeout(_LAST_NEWS_S):
                         await self._change()
                 except TimeoutError:
                     if not self._runs:
@@ -120,7 +120,6 @@ class EngineReplica:
         match message:
             case Submit():
                 self._runs[message.number] = _Run(server, message.sampling.get("n", 1))
-                self._changed.set()
             case Cancel():
                 if self._runs.pop(message.number, None) is None:
                     return

@@ -176,7 +176,7 @@ def test_a_replica_whose_link_is_lost_is_attached_again() -> None:
 
 
 def test_a_replica_is_attached_after_errors_that_nothing_foresees(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = [zmq.ZMQError(errno.EMFILE), zmq.ZMQError(errno.EMFILE)]
+    errors: list[zmq.ZMQError] = []
 
     class Refusing(PlayedReplica):
         async def attach(self, server: str) -> AttachAnswer:
@@ -193,10 +193,13 @@ def test_a_replica_is_attached_after_errors_that_nothing_foresees(monkeypatch: p
     monkeypatch.setattr(Link, "connect", connect)
 
     async def test() -> None:
-        a = Refusing("a")
-        async with played_set(a) as (replicas, _, _noted):
-            assert errors == []
-            assert await where(submit(replicas), a) is a
+        a, b = PlayedReplica("a"), Refusing("b")
+        async with played_set(a) as (replicas, handle, _):
+            errors.extend([zmq.ZMQError(errno.EMFILE), zmq.ZMQError(errno.EMFILE)])
+            handle.add(b)
+            await until(lambda: "b" in replicas.replicas)
+            assert (errors, b.num_asked) == ([], 2)
+            assert {await where(submit(replicas), a, b) for _ in range(2)} == {a, b}
 
     run(test)
 
