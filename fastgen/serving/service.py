@@ -21,7 +21,7 @@ from fastgen.serving.answers import USUAL_TEXT, Answers, TextRules, Update
 from fastgen.serving.encoding.encoder import TextEncoder
 from fastgen.serving.engine.client import EngineClient
 from fastgen.serving.engine.engine import ServedEngine
-from fastgen.serving.engine.messages import EngineFacts, RecordingReply
+from fastgen.serving.engine.messages import EngineFacts, Progress, RecordingReply
 from fastgen.serving.engine.request import EngineRequest, EngineWatcher
 from fastgen.serving.grammars.queue import TrialQueue
 from fastgen.serving.grammars.trial import FormatTrials
@@ -213,6 +213,7 @@ class Service:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_COUNT_S):
                 await self.engine.count()
+        self.metrics.num_restarts = self.engine.num_restarts
         return self.metrics.text()
 
     async def drain(self, timeout_s: float) -> None:
@@ -257,16 +258,25 @@ class Running:
     async def __aiter__(self) -> AsyncIterator[list[Update]]:
         """Yields all progress since the last iteration, merged. Raises ``RefusedError`` if the request fails."""
         while not self._answers.finished:
-            updates = [self._answers.add(progress) for progress in await self._request.news()]
-            if self._answers.finished:
-                self._service.engine.finish(self._request)
-            yield updates
+            yield [self._add(progress) for progress in await self._request.news()]
 
     async def output(self) -> GenerationOutput:
-        """Waits for the whole answer."""
-        async for _ in self:
-            pass
+        """Waits for the whole answer. Until it has ended nothing of it is taken, so that an engine that is lost costs
+        none of it: another replica begins again.
+        """
+        await self._request.ended()
+        while not self._answers.finished:
+            for number, progress in enumerate(await self._request.news()):
+                if number:
+                    await asyncio.sleep(0)  # a large answer has many, and other requests are to make progress
+                self._add(progress)
         return self._answers.output(self._request.number)
+
+    def _add(self, progress: Progress) -> Update:
+        update = self._answers.add(progress)
+        if self._answers.finished:
+            self._service.engine.finish(self._request)
+        return update
 
     @property
     def finished(self) -> bool:

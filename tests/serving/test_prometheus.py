@@ -110,6 +110,22 @@ def test_many_restarts_add_up(server: ServerMetrics) -> None:
     assert read(server)[key("fastgen_requests_total")] == sum(metrics.requests_total for metrics in lives)
 
 
+def test_an_engine_that_is_not_heard_for_a_while_is_counted_once(server: ServerMetrics) -> None:
+    first, second = lived(1), lived(2)
+    server.observe(first, "a")
+    server.engine_away("a")
+    away = read(server)
+    assert away[key("fastgen_requests_total")] == first.requests_total
+    assert (away[key("fastgen_kv_blocks")], server.replicas) == (0, {})
+    server.observe(first, "a")  # it is heard again
+    assert read(server)[key("fastgen_requests_total")] == first.requests_total
+    assert read(server)[key("fastgen_kv_blocks")] == first.kv_blocks
+    server.engine_away("a")
+    server.engine_ended("a")
+    server.observe(second, "a")
+    assert read(server)[key("fastgen_requests_total")] == first.requests_total + second.requests_total
+
+
 def test_answers_are_judged_by_the_papers_rule(server: ServerMetrics) -> None:
     server.answered(512, 0.9, [0.1, 0.1])
     server.answered(512, 1.1, [0.1, 0.1])
@@ -123,7 +139,7 @@ def test_answers_are_judged_by_the_papers_rule(server: ServerMetrics) -> None:
 def test_the_servers_own_numbers(server: ServerMetrics) -> None:
     server.http_request("/v1/completions", "POST", 429)
     server.http_request("/v1/completions", "POST", 200)
-    server.engine_restarts.inc()
+    server.num_restarts = 1
     found = read(server)
     assert found[key("fastgen_http_requests_total", route="/v1/completions", method="POST", status="200")] == 2
     assert found[key("fastgen_http_requests_total", route="/v1/completions", method="POST", status="429")] == 1

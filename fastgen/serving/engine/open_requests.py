@@ -65,14 +65,13 @@ class OpenRequests:
             if (request := self._requests.get(progress.number)) is not None:
                 if progress.token_ids and not request.has_started:
                     self._start(request)
+                request.add(progress)
                 if progress.end is not None:
-                    request.num_open -= 1
                     if progress.end.reason in ("stop", "length"):
                         self._on_answered()
                     self._watcher.completion_ended(request, progress)
                     if not request.num_open:
                         self._watcher.request_gone(request)
-                request.add(progress)
         for refused in report.refused:
             if (request := self._requests.get(refused.number)) is not None:
                 failure = GenerationError(refused.error) if refused.is_failure else BadRequestError(refused.error)

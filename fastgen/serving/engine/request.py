@@ -34,11 +34,21 @@ class EngineRequest:
         while not self._news:
             if self._failure is not None:
                 raise self._failure
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._wait()
         news, self._news = self._news, []
         self.was_read = True
         return news
+
+    async def ended(self) -> None:
+        """Waits until all completions have ended, or the request has failed. Takes no news, so until then it can begin
+        again.
+        """
+        while self.num_open and self._failure is None:
+            await self._wait()
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
 
     def begin_again(self, number: int) -> None:
         """Drops the news that were not taken, before the request is sent again under another ``number``. News that
@@ -50,6 +60,8 @@ class EngineRequest:
 
     def add(self, progress: Progress) -> None:
         """Adds news."""
+        if progress.end is not None:
+            self.num_open -= 1
         self._news.append(progress)
         self._wake()
 
@@ -79,6 +91,9 @@ class EngineWatcher(Protocol):
 
     def engine_counted(self, metrics: Metrics, replica: str = "") -> None:
         """Receives the engine's counters up to now."""
+
+    def engine_away(self, replica: str = "") -> None:
+        """The engine gets no more requests for now. It may still count, or be ready again."""
 
     def engine_ended(self, replica: str = "") -> None:
         """The engine has ended, and all its requests with it."""

@@ -99,10 +99,13 @@ class ServerMetrics:
         self._ended: Metrics | None = None
         # The last counters of each running engine.
         self._latest: dict[str, Metrics] = {}
+        # The last counters of those that may still run, and are not heard now.
+        self._away: dict[str, Metrics] = {}
+        # How often engines were started again or lost, up to the last look.
+        self.num_restarts = 0
         self.registry.register(_EngineCollector(self))
         ProcessCollector(namespace="fastgen_server", registry=self.registry)
         Gauge("fastgen_up", "Whether requests are taken.", registry=self.registry).set_function(lambda: float(is_up()))
-        self.engine_restarts = self._counter("engine_restarts", "Times the engine was started again.")
         self.connections = Gauge("fastgen_connections", "HTTP connections that are open.", registry=self.registry)
         self.grpc_connections = Gauge(
             "fastgen_grpc_connections", "Connections to the gRPC port that are open.", registry=self.registry
@@ -125,18 +128,26 @@ class ServerMetrics:
 
     def observe(self, metrics: Metrics, replica: str = "") -> None:
         """Takes the counters of a running engine."""
+        self._away.pop(replica, None)
         self._latest[replica] = metrics
+
+    def engine_away(self, replica: str = "") -> None:
+        """Keeps the counters of an engine that is not heard now. If it is heard again, it continues to count."""
+        if (last := self._latest.pop(replica, None)) is not None:
+            self._away[replica] = counters(last)
 
     def engine_ended(self, replica: str = "") -> None:
         """Keeps the counters of an engine that has ended; the next one counts from zero."""
-        if (last := self._latest.pop(replica, None)) is not None:
-            self._ended = counters(last) if self._ended is None else total(self._ended, counters(last))
+        self.engine_away(replica)
+        if (last := self._away.pop(replica, None)) is not None:
+            self._ended = last if self._ended is None else total(self._ended, last)
 
     def engine(self) -> Metrics | None:
         """Returns the counters of all engines so far, and the sums of the running ones' gauges (zero if none
         runs).
         """
-        known = [*([] if self._ended is None else [self._ended]), *self._latest.values()]
+        ended = [] if self._ended is None else [self._ended]
+        known = [*ended, *self._away.values(), *self._latest.values()]
         return reduce(total, known) if known else None
 
     @property
@@ -180,6 +191,8 @@ class _EngineCollector:
         self._server = server
 
     def collect(self) -> Iterable[Metric]:
+        restarts = "Times the engine was started again, or a replica was lost."
+        yield CounterMetricFamily(f"{PREFIX}engine_restarts", restarts, self._server.num_restarts)
         metrics = self._server.engine()
         if metrics is not None:
             for field in fields(metrics):

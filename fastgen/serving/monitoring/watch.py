@@ -23,8 +23,6 @@ class Watch:
         self.admission = Admission(limits, self.metrics.refused)
         self._admitted: dict[EngineRequest, Admitted] = {}
         self._num_generated: dict[EngineRequest, int] = {}
-        # Replicas whose engine has been ready before.
-        self._have_run: set[str] = set()
 
     def submitted(self, request: EngineRequest, admitted: Admitted) -> None:
         """Records that ``request`` was sent to the engine."""
@@ -32,13 +30,14 @@ class Watch:
 
     def engine_ready(self, facts: EngineFacts, replica: str = "") -> None:
         self.admission.begin(facts, replica)
-        if replica in self._have_run:
-            self.metrics.engine_restarts.inc()
-        self._have_run.add(replica)
 
     def engine_counted(self, metrics: Metrics, replica: str = "") -> None:
         self.admission.observe(metrics, replica)
         self.metrics.observe(metrics, replica)
+
+    def engine_away(self, replica: str = "") -> None:
+        self.admission.end(replica)
+        self.metrics.engine_away(replica)
 
     def engine_ended(self, replica: str = "") -> None:
         self.admission.end(replica)

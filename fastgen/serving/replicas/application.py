@@ -21,6 +21,7 @@ from fastgen.serving.replicas.settings import (
     REPLICAS,
     WAIT_FOR_MACHINES,
     check_ports,
+    generation_of,
     settings_of,
     with_absolute_paths,
 )
@@ -60,7 +61,9 @@ def application(
         max_constructor_retry_count=_MAX_STARTS,
         request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
         **settings[REPLICAS],
-    )(EngineReplica).bind(needs.load_arguments, timeout_s=options.engine_timeout_s)
+    )(EngineReplica).bind(
+        needs.load_arguments, generation=generation_of(load_arguments), timeout_s=options.engine_timeout_s
+    )
     ingress: Application = serve.deployment(
         name=INGRESS,
         logging_config=_LOGGING,

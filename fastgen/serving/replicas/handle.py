@@ -1,14 +1,12 @@
-"""The server's handle to the replicas: which one a request goes to, and calls to one of them.
+"""The server's handle to the replicas: calls to one of them, and the counts of requests by which Ray Serve scales.
 
 Requests themselves do not pass through Ray, since a call takes it some milliseconds of processor time, and even the
-choice of a replica one. So the server ranks replicas by the table that it shares with
-:class:`~fastgen.serving.replicas.router.ReplicaRouter`, which Ray Serve keeps informed of replicas. Ray Serve scales by
-the number of requests, so they are counted where it counts its own calls. That place is not public.
+choice of a replica one. Ray Serve scales by the number of requests, so they are counted where it counts its own calls.
+That place is not public.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 from typing import Any, Protocol
@@ -19,11 +17,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import ReplicaID
 
-from fastgen.serving.replicas.messages import Attached
-from fastgen.serving.replicas.routing_table import RoutingTable
+from fastgen.serving.replicas.messages import AttachAnswer
 
-# How often a request looks for a replica while there is none.
-_POLL_S = 0.05
 # The errors of calls through Ray.
 RAY_ERRORS = (RayError, RayServeException)
 
@@ -34,14 +29,11 @@ class ReplicaHandle(Protocol):
     async def discover(self) -> None:
         """Has the router made, which from then on reports which replicas there are."""
 
-    async def attach(self, replica: str, server: str) -> Attached:
+    async def attach(self, replica: str, server: str) -> AttachAnswer:
         """Calls :meth:`~fastgen.serving.replicas.replica.EngineReplica.attach` of ``replica``."""
 
     def kill(self, replica: str) -> None:
         """Ends the process of ``replica`` at once, if it is still there."""
-
-    async def choose(self, number: int) -> str:
-        """Returns the replica that the router chooses for request ``number``. Waits while there is none."""
 
     def began(self, replica: str) -> None:
         """Counts a request at ``replica``."""
@@ -59,10 +51,10 @@ class RayHandle:
     async def discover(self) -> None:
         await self._handle.broadcast("check_health").results_async()
 
-    async def attach(self, replica: str, server: str) -> Attached:
+    async def attach(self, replica: str, server: str) -> AttachAnswer:
         response: Any = self._handle.attach.remote(replica, server)
-        attached: Attached = await response
-        return attached
+        answer: AttachAnswer = await response
+        return answer
 
     def kill(self, replica: str) -> None:
         threading.Thread(target=self._kill, args=(self._id(replica).to_full_id_str(),), daemon=True).start()
@@ -71,12 +63,6 @@ class RayHandle:
     def _kill(actor: str) -> None:
         with contextlib.suppress(ValueError, RayError):  # it has ended
             ray.kill(ray.get_actor(actor, namespace="serve"))
-
-    async def choose(self, number: int) -> str:
-        while True:
-            if RoutingTable.current is not None and (ranked := RoutingTable.current.rank(number)):
-                return ranked[0]
-            await asyncio.sleep(_POLL_S)
 
     def began(self, replica: str) -> None:
         self._metrics.inc_num_running_requests_for_replica(self._id(replica))

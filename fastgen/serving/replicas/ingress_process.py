@@ -28,6 +28,7 @@ from fastgen.serving.process_end import end_with
 from fastgen.serving.replicas.handle import RayHandle
 from fastgen.serving.replicas.replica_set import ReplicaSet
 from fastgen.serving.replicas.server_process import SIGN_OF_LIFE, TERMINATED
+from fastgen.serving.replicas.settings import generation_of
 from fastgen.serving.run import run
 
 
@@ -56,7 +57,14 @@ def main() -> None:
 
         def replicas(watcher: EngineWatcher) -> ReplicaSet:
             handle = serve.get_deployment_handle(request["deployment"], request["app"])
-            return ReplicaSet(RayHandle(handle), watcher, router=options.router, on_beat=lambda: write(SIGN_OF_LIFE))
+            generation = generation_of(load_arguments)
+            return ReplicaSet(
+                RayHandle(handle),
+                watcher,
+                generation=generation,
+                router=options.router,
+                on_beat=lambda: write(SIGN_OF_LIFE),
+            )
 
         def ready(deployment: Deployment) -> None:
             nonlocal is_ready

@@ -18,7 +18,7 @@ from fastgen.serving.engine.messages import EngineFacts, Status
 from fastgen.serving.engine.request import EngineWatcher
 from fastgen.serving.replicas.handle import RAY_ERRORS, ReplicaHandle
 from fastgen.serving.replicas.link import Link
-from fastgen.serving.replicas.messages import Attached, Beat, FromReplica, from_replica
+from fastgen.serving.replicas.messages import AttachAnswer, Attached, Beat, FromReplica, from_replica
 from fastgen.serving.replicas.routing_table import RoutingTable
 from fastgen.version import __version__
 
@@ -30,7 +30,10 @@ _WATCH_S = 0.5
 SILENT_S = 3.0
 # After this long its requests are taken from it.
 LOST_S = 10.0
-# How long a replica may take to answer a server that wants to be attached.
+# A replica that Ray Serve no longer lists still gets requests for this long, if there is no other: in a rolling update
+# the new server is not ready yet.
+KEEP_S = 10.0
+# How long a replica may take to answer a server that wants to be attached. One that takes longer hangs.
 _ATTACH_S = 10.0
 
 
@@ -44,21 +47,25 @@ class Replica:
     link: Link
     # For how long it was not heard.
     silent_s: float = 0.0
-    # Whether its engine accepts requests.
-    is_ready: bool = True
-    status: Status = field(default_factory=lambda: Status(0, 0, 0))
+    # For how long Ray Serve has not listed it.
+    unlisted_s: float = 0.0
+    # How often its engine was restarted.
     num_restarts: int = 0
+    # Whether its engine accepts requests.
+    is_ready: bool = False
+    status: Status = field(default_factory=lambda: Status(0, 0, 0))
     # The number of this server's requests and questions in it.
     num_requests: int = 0
 
 
 class Membership:
-    """Keeps links with the replicas behind ``handle``, and makes the router of ``routes`` by its name.
+    """Keeps links with the replicas of one ``generation`` behind ``handle``, and makes the router of ``routes`` by its
+    name. During a rolling update there are replicas of another one, which may have another model and get no requests.
 
     ``on_message`` is called with what a replica sends of requests and questions, and ``on_lost`` with a replica whose
-    requests are lost. A replica that Ray Serve no longer lists gets no more requests, and its link remains until those
-    in it have ended. One that hangs is killed then: Ray Serve would let it have its time to finish. All methods belong
-    to one event loop.
+    requests are lost. A replica that Ray Serve no longer lists gets no more requests once there is another, and its
+    link remains until those in it have ended. One that hangs is killed then: Ray Serve would let it have its time to
+    finish. All methods belong to one event loop.
     """
 
     def __init__(
@@ -68,53 +75,72 @@ class Membership:
         routes: RoutingTable,
         watcher: EngineWatcher,
         *,
+        generation: str,
         router: str,
         on_message: Callable[[Replica, FromReplica], None],
         on_lost: Callable[[Replica], None],
     ):
         self._handle, self._server, self._routes, self._watcher = handle, server, routes, watcher
+        self._generation = generation
         self._router, self._on_message, self._on_lost = router, on_message, on_lost
         # Those that get requests, by their ids.
         self.replicas: dict[str, Replica] = {}
         # Those that get no more, and have some.
         self._leaving: set[Replica] = set()
-        # The ids of those that fell silent, and were not attached again.
+        # The ids of those of another generation.
+        self._others: set[str] = set()
+        # The ids of those that fell silent or do not answer, and were not attached since.
         self._hanging: set[str] = set()
-        # How many were attached and are gone.
-        self.num_gone = 0
+        # Those that Ray Serve lists and whose link was lost: how often their engines had been restarted.
+        self._away: dict[str, int] = {}
+        # How often a replica was lost, and engines of replicas were restarted.
+        self.num_restarts = 0
         # The properties of the first engine; all have the same.
         self.facts: asyncio.Future[EngineFacts] = asyncio.get_running_loop().create_future()
         # Why replicas can never be used.
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         # The ids of all replicas that Ray Serve has now.
-        self._ids: list[str] = []
+        self._ids: frozenset[str] = frozenset()
         self._attaching: dict[str, asyncio.Task[None]] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def changed(self, ids: list[str]) -> None:
-        """Attaches the new ones of these replicas, and sends no more to those that are not among them."""
-        self._ids = ids
+        """Attaches the new ones of these replicas, and lets those go that are not among them."""
+        self._ids = frozenset(ids)
+        self._others &= self._ids
+        self._let_go()
+        for id in ids:
+            self._begin_to_attach(id)
+        for id in self._away.keys() - self._ids:
+            del self._away[id]
+            self._watcher.engine_ended(id)
+        for id in self._hanging - self._ids:
+            self._kill(id)
+
+    def _let_go(self) -> None:
+        """Sends no more requests to replicas that Ray Serve no longer lists, if there are others or it was long ago."""
+        has_others = any(one.is_ready and one.id in self._ids for one in self.replicas.values())
         for replica in list(self.replicas.values()):
-            if replica.id not in ids:
+            if replica.id not in self._ids and (has_others or replica.unlisted_s > KEEP_S):
                 self._remove(replica)
                 self._leaving.add(replica)
                 self.left(replica)
-        for id in ids:
-            self._begin_to_attach(id)
-        for id in self._hanging - set(ids):
-            self._kill(id)
 
     def left(self, replica: Replica) -> None:
         """Closes the link of a replica that gets no more requests and has none."""
         if replica in self._leaving and not replica.num_requests:
             self._leaving.remove(replica)
             replica.link.close()
+            self._watcher.engine_ended(replica.id)
 
     async def discover(self) -> None:
         """Asks Ray Serve for replicas until one is attached."""
         while not self.facts.done():
-            with contextlib.suppress(*RAY_ERRORS):
-                await self._handle.discover()
+            try:
+                with contextlib.suppress(*RAY_ERRORS):
+                    await self._handle.discover()
+            except Exception:
+                _log.exception("replicas cannot be discovered")
             await asyncio.sleep(_WATCH_S)
 
     async def watch(self, on_beat: Callable[[], None]) -> None:
@@ -127,23 +153,24 @@ class Membership:
             passed_s = min(time.monotonic() - began_s, 2 * _WATCH_S)
             for replica in (*self.replicas.values(), *self._leaving):
                 replica.silent_s += passed_s
+                replica.unlisted_s = 0.0 if replica.id in self._ids else replica.unlisted_s + passed_s
                 if replica.silent_s > SILENT_S and replica.id not in self._routes.silent:
                     _log.warning("replica %s was not heard for %.1f s", replica.id, replica.silent_s)
                 if replica.silent_s > LOST_S:
                     replica.link.close()
                     self._hanging.add(replica.id)
                     self._lose(replica)
-            self._avoid()
+            self._let_go()
+            self._update_routes()
 
-    def _avoid(self) -> None:
-        """Notes which replicas are to get requests only where there are no others."""
-        self._routes.silent = frozenset(
-            one.id for one in self.replicas.values() if one.silent_s > SILENT_S or not one.is_ready
-        )
+    def _update_routes(self) -> None:
+        """Notes which replicas get requests."""
+        self._routes.ready = sorted(one.id for one in self.replicas.values() if one.is_ready)
+        self._routes.silent = frozenset(one.id for one in self.replicas.values() if one.silent_s > SILENT_S)
 
     async def stop(self) -> None:
         """Closes all links, and makes no more."""
-        self._ids = []
+        self._ids = frozenset()
         for task in list(self._attaching.values()):
             task.cancel()
             await asyncio.wait({task})
@@ -156,10 +183,9 @@ class Membership:
     def _remove(self, replica: Replica) -> None:
         """Sends no more requests to ``replica``."""
         del self.replicas[replica.id]
-        self.num_gone += 1
-        self._routes.attached = frozenset(self.replicas)
+        self._update_routes()
         self._empty(replica)
-        self._watcher.engine_ended(replica.id)
+        self._watcher.engine_away(replica.id)
         _log.info("replica %s is gone; %d are left", replica.id, len(self.replicas))
 
     def _empty(self, replica: Replica) -> None:
@@ -171,11 +197,18 @@ class Membership:
         """Takes the requests from a replica whose link is closed. It is attached again if it still exists."""
         if replica in self._leaving:
             self._leaving.remove(replica)
-            if replica.id in self._hanging:
-                self._kill(replica.id)
         elif self.replicas.get(replica.id) is replica:
             self._remove(replica)
+        else:
+            return  # its last message has let it go
+        self.num_restarts += 1
+        if replica.id in self._ids:
+            self._away[replica.id] = replica.num_restarts
             self._begin_to_attach(replica.id)
+        else:
+            self._watcher.engine_ended(replica.id)
+            if replica.id in self._hanging:
+                self._kill(replica.id)
         self._on_lost(replica)
 
     def _kill(self, id: str) -> None:
@@ -186,7 +219,7 @@ class Membership:
     # --- attaching
 
     def _begin_to_attach(self, id: str) -> None:
-        if id not in self.replicas and id not in self._attaching:
+        if id not in self.replicas and id not in self._others and id not in self._attaching:
             self._attaching[id] = asyncio.create_task(self._attach(id))
 
     async def _attach(self, id: str) -> None:
@@ -195,24 +228,34 @@ class Membership:
             while id in self._ids:
                 try:
                     async with asyncio.timeout(_ATTACH_S):
-                        attached = await self._handle.attach(id, self._server)
+                        answer = await self._handle.attach(id, self._server)
+                    self._hanging.discard(id)
+                    if id in self._ids:
+                        self._use(id, answer)
+                    return
                 except (*RAY_ERRORS, TimeoutError) as error:
                     _log.warning("replica %s cannot be reached: %s", id, type(error).__name__)
-                    await asyncio.sleep(_WATCH_S)
-                    continue
-                if id in self._ids:
-                    self._use(id, attached)
-                return
+                    if isinstance(error, TimeoutError) and id in self._ids:
+                        self._hanging.add(id)
+                except Exception:  # such as too many open files, which may become fewer
+                    _log.exception("replica %s cannot be attached", id)
+                await asyncio.sleep(_WATCH_S)
         finally:
             del self._attaching[id]
 
-    def _use(self, id: str, attached: Attached) -> None:
-        if attached.version != __version__:
+    def _use(self, id: str, answer: AttachAnswer) -> None:
+        version, host = answer["version"], answer["host"]
+        if version != __version__:
             if not self.failure.done():
                 self.failure.set_result(
-                    f"replica {id} on {attached.host} runs fastgen {attached.version}, and the server "
-                    f"{__version__}: install the same version on all machines of the cluster"
+                    f"replica {id} on {host} runs fastgen {version}, and the server {__version__}: install the same "
+                    "version on all machines of the cluster"
                 )
+            return
+        attached = msgspec.msgpack.decode(answer["attached"], type=Attached)
+        if attached.generation != self._generation:
+            self._others.add(id)
+            _log.info("replica %s on %s was deployed with other arguments, and is left to another server", id, host)
             return
         facts = attached.facts
         if self._routes.router is None:
@@ -222,14 +265,16 @@ class Membership:
             self._take(replica, message)
 
         link = Link(self._context, from_replica, take, lambda: self._lose(replica))
-        self.replicas[id] = replica = Replica(id, attached.host, facts, link)
-        self._hanging.discard(id)
-        link.connect(attached.address)
-        self._watcher.engine_ready(facts, id)
-        self._routes.attached = frozenset(self.replicas)
+        try:
+            link.connect(attached.address)
+        except BaseException:
+            link.close()
+            raise
+        self.replicas[id] = replica = Replica(id, host, facts, link, num_restarts=self._away.pop(id, 0))
+        self._take_beat(replica, attached.state)
         if not self.facts.done():
             self.facts.set_result(facts)
-        _log.info("replica %s on %s is ready; %d are", id, attached.host, len(self.replicas))
+        _log.info("replica %s on %s is attached; %d are", id, host, len(self.replicas))
 
     # --- what a replica sends
 
@@ -241,17 +286,18 @@ class Membership:
             self._on_message(replica, message)
 
     def _take_beat(self, replica: Replica, beat: Beat) -> None:
-        was_ready, replica.is_ready = replica.is_ready, beat.is_ready
-        replica.status, replica.num_restarts = beat.status, beat.num_restarts
-        if self.replicas.get(replica.id) is not replica:
-            return  # it is leaving
-        if was_ready and not beat.is_ready:
+        was_ready, num_restarts = replica.is_ready, beat.num_restarts - replica.num_restarts
+        if num_restarts or (replica.is_ready and not beat.is_ready):
+            self.num_restarts += num_restarts
             self._watcher.engine_ended(replica.id)
             self._empty(replica)
-        elif beat.is_ready and not was_ready:
+            replica.is_ready = False
+        if beat.is_ready and not replica.is_ready and replica not in self._leaving:
             self._watcher.engine_ready(replica.facts, replica.id)
-        if beat.is_ready != was_ready:
-            self._avoid()
+        replica.status, replica.num_restarts, replica.is_ready = beat.status, beat.num_restarts, beat.is_ready
         metrics = msgspec.msgpack.decode(beat.metrics, type=Metrics | None)
         if metrics is not None and beat.is_ready:
             self._watcher.engine_counted(metrics, replica.id)
+        if beat.is_ready != was_ready:
+            self._let_go()
+            self._update_routes()

@@ -6,7 +6,7 @@ are. A server gives each request and question a number that no other server uses
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TypedDict
 
 import msgspec
 
@@ -14,16 +14,15 @@ from fastgen.serving.engine.messages import Ask, Cancel, Check, EngineFacts, Rep
 from fastgen.serving.replicas.link import LinkAddress
 
 
-@dataclass(frozen=True)
-class Attached:
-    """The answer of a replica to a server that asked for a link."""
+class AttachAnswer(TypedDict):
+    """The answer of a replica to a server that asked for a link, in built-in types: servers of any version read it."""
 
-    address: LinkAddress
-    facts: EngineFacts
-    # The host name of the replica's machine.
-    host: str
-    # The version of fastgen on that machine.
+    # The version of fastgen on the replica's machine.
     version: str
+    # The host name of that machine.
+    host: str
+    # An :class:`Attached` of that version, as MessagePack.
+    attached: bytes
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True):
@@ -34,6 +33,16 @@ class Beat(msgspec.Struct, tag="beat", array_like=True):
     # The counters of the engine up to now, a ``Metrics``; nil where it has not answered yet.
     metrics: msgspec.Raw
     num_restarts: int
+
+
+class Attached(msgspec.Struct, array_like=True):
+    """A link that a replica has opened, and the replica's state."""
+
+    address: LinkAddress
+    # Which servers it is for; see :func:`~fastgen.serving.replicas.settings.generation_of`.
+    generation: str
+    facts: EngineFacts
+    state: Beat
 
 
 class Lost(msgspec.Struct, tag="lost", array_like=True):

@@ -25,13 +25,14 @@ from fastgen.serving.engine.supervisor import EngineProcess
 from fastgen.serving.monitoring.log import set_up_logging_of_engine
 from fastgen.serving.refusals import UnavailableError
 from fastgen.serving.replicas.link import Link
-from fastgen.serving.replicas.messages import Attached, Beat, Lost, ToReplica, to_replica
+from fastgen.serving.replicas.messages import AttachAnswer, Attached, Beat, Lost, ToReplica, to_replica
 from fastgen.version import __version__
 
 # How often a replica reports its state.
 BEAT_S = 0.5
-# How long a replica that ends waits until its servers have taken the last tokens.
-_LAST_NEWS_S = 10.0
+# How long a replica that ends and has no requests waits until its servers have taken the last tokens: longer than
+# ``membership.KEEP_S``, for which they may still send some.
+_LAST_NEWS_S = 15.0
 _NO_METRICS = msgspec.Raw(encoder.encode(None))
 
 
@@ -46,13 +47,16 @@ class _Run:
 
 
 class EngineReplica:
-    """Runs an engine with the ``arguments`` of ``fastgen.load``; see :class:`EngineProcess`."""
+    """Runs an engine with the ``arguments`` of ``fastgen.load``; see :class:`EngineProcess`. Only servers of the same
+    ``generation`` use it; see :func:`~fastgen.serving.replicas.settings.generation_of`.
+    """
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
-        self, arguments: Mapping[str, Any], *, timeout_s: float
+        self, arguments: Mapping[str, Any], *, generation: str, timeout_s: float
     ) -> None:
         set_up_logging_of_engine()
         self.id = serve.get_replica_context().replica_id.unique_id
+        self._generation = generation
         self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._engine = EngineProcess(arguments, self, timeout_s=timeout_s)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -74,7 +78,7 @@ class EngineReplica:
 
     # --- what Ray Serve calls
 
-    async def attach(self, target: str, server: str) -> Attached:
+    async def attach(self, target: str, server: str) -> AttachAnswer:
         """Opens a link for ``server``, in place of the one that it has."""
         self._lose(server)
 
@@ -83,7 +87,8 @@ class EngineReplica:
 
         self._links[server] = link = Link(self._context, to_replica, take, lambda: self._lose(server))
         assert self._engine.facts is not None
-        return Attached(link.listen(self._host), self._engine.facts, socket.gethostname(), __version__)
+        attached = Attached(link.listen(self._host), self._generation, self._engine.facts, self._state())
+        return {"version": __version__, "host": socket.gethostname(), "attached": encoder.encode(attached)}
 
     async def check_health(self) -> None:
         """Raises ``FastgenError`` if the engine cannot be restarted, so that Ray Serve replaces this replica."""
@@ -92,14 +97,17 @@ class EngineReplica:
             raise FastgenError(failure.result())
 
     async def __del__(self) -> None:  # Ray Serve awaits it before it ends the actor
-        """Waits until all requests have ended and their servers have taken the last tokens. Then ends the engine."""
+        """Waits until all requests have ended and their servers have taken the last tokens. Then ends the engine. A
+        request may still come: a server may use this replica until there is another.
+        """
         with contextlib.suppress(AttributeError):  # it never started
-            while self._runs:
-                await self._change()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_NEWS_S):
-                    while self._links:
+            while self._runs or self._links:
+                try:
+                    async with asyncio.timeout(_LAST_NEWS_S):
                         await self._change()
+                except TimeoutError:
+                    if not self._runs:
+                        break
             await self._engine.stop()
 
     async def _change(self) -> None:
@@ -206,5 +214,7 @@ class EngineReplica:
 
     def _beat(self) -> None:
         """Reports the state of this replica."""
-        beat = Beat(self._engine.state == "ready", self._status, self._metrics, self._engine.num_restarts)
-        self._send_all(encoder.encode(beat))
+        self._send_all(encoder.encode(self._state()))
+
+    def _state(self) -> Beat:
+        return Beat(self._engine.state == "ready", self._status, self._metrics, self._engine.num_restarts)

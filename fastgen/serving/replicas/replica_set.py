@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -37,10 +38,11 @@ from fastgen.serving.engine.messages import (
 from fastgen.serving.engine.open_requests import OpenRequests
 from fastgen.serving.engine.request import EngineRequest, EngineWatcher
 from fastgen.serving.engine.supervisor import State
-from fastgen.serving.refusals import EngineDiedError, UnavailableError
-from fastgen.serving.replicas.handle import RAY_ERRORS, ReplicaHandle
+from fastgen.serving.refusals import EngineDiedError, RefusedError, UnavailableError
+from fastgen.serving.replicas.handle import ReplicaHandle
 from fastgen.serving.replicas.membership import Membership, Replica
 from fastgen.serving.replicas.messages import FromReplica, Lost
+from fastgen.serving.replicas.questions import Questions
 from fastgen.serving.replicas.routing_table import RoutingTable
 
 _T = TypeVar("_T")
@@ -51,6 +53,10 @@ _log = logging.getLogger(__name__)
 MAX_TRIES = 6
 # The pause before the second try. It is doubled before each further one.
 _FIRST_DELAY_S = 0.04
+# How long a request may wait until a replica is ready: so many times as long as loading took, and at least so long.
+_WAIT_LOADS, _MIN_WAIT_S = 3, 60.0
+# How often it looks for one meanwhile.
+_POLL_S = 0.05
 # Requests whose replica is remembered: as many as recordings have.
 _MAX_PLACES = 10_000
 
@@ -71,7 +77,7 @@ class _Run:
 
 
 class ReplicaSet:
-    """Sends requests to the replicas behind ``handle``. ``router`` is a name of
+    """Sends requests to the replicas of one ``generation`` behind ``handle``. ``router`` is a name of
     :data:`~fastgen.runtime.routing.ROUTERS`. ``on_beat`` is called about twice a second as long as the event loop runs.
 
     All methods belong to one event loop.
@@ -82,18 +88,19 @@ class ReplicaSet:
         handle: ReplicaHandle,
         watcher: EngineWatcher,
         *,
+        generation: str,
         router: str = "prefix",
         on_beat: Callable[[], None] = lambda: None,
     ):
-        self._handle, self._watcher, self._router, self._on_beat = handle, watcher, router, on_beat
+        self._handle, self._watcher, self._on_beat = handle, watcher, on_beat
+        self._generation, self._router = generation, router
         self._is_stopped = False
         # Numbers of requests and questions differ from those of a server before or beside this one.
         self._numbers = count(secrets.randbits(38) << 24)
         self._requests = OpenRequests(watcher)
         self._sending: dict[EngineRequest, asyncio.Task[None]] = {}
         self._runs: dict[int, _Run] = {}
-        # The open questions with the replicas that they went to, by their numbers.
-        self._asked: dict[int, tuple[Replica, asyncio.Future[msgspec.Raw]]] = {}
+        self._questions = Questions()
         # The replica of the last requests, by their numbers.
         self._places: dict[int, str] = {}
         # The last number of those that were sent again, by their first.
@@ -128,9 +135,8 @@ class ReplicaSet:
 
     @property
     def num_restarts(self) -> int:
-        """Returns how many replicas are gone, and how often the engines of the present ones were restarted."""
-        num_gone = 0 if self._members is None else self._members.num_gone
-        return num_gone + sum(replica.num_restarts for replica in self.replicas.values())
+        """Returns how often a replica was lost, and engines of replicas were restarted. It never falls."""
+        return 0 if self._members is None else self._members.num_restarts
 
     @property
     def num_open(self) -> int:
@@ -163,6 +169,7 @@ class ReplicaSet:
             secrets.token_hex(8),
             self._routes,
             self._watcher,
+            generation=self._generation,
             router=self._router,
             on_message=self._take,
             on_lost=self._lost,
@@ -210,7 +217,8 @@ class ReplicaSet:
         )
         message = Submit(request.number, prompt_ids, pack_sampling(sampling), is_stream)
         self._requests.add(request)
-        self._sending[request] = asyncio.create_task(self._send(request, routed, message))
+        self._sending[request] = task = asyncio.create_task(self._send(request, routed, message))
+        task.add_done_callback(lambda _: self._sending.pop(request, None))  # also if it is cancelled before it begins
         return request
 
     def cancel(self, request: EngineRequest) -> None:
@@ -241,7 +249,8 @@ class ReplicaSet:
         async def count_one(replica: str) -> None:
             with contextlib.suppress(UnavailableError, EngineDiedError, GenerationError):
                 counted = await self.ask("metrics", Metrics, replica=replica)
-                if replica in self.replicas:
+                one = self.replicas.get(replica)
+                if one is not None and one.is_ready:  # else its engine has ended meanwhile
                     self._watcher.engine_counted(counted, replica)
 
         await asyncio.gather(*map(count_one, list(self.replicas)))
@@ -259,9 +268,7 @@ class ReplicaSet:
         for request in self._requests:
             request.fail(failure)
             self.cancel(request)
-        for _, answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(failure)
+        self._questions.fail_all(failure)
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """Ends all requests, and receives nothing more. The replicas remain."""
@@ -280,30 +287,40 @@ class ReplicaSet:
     # --- requests
 
     async def _send(self, request: EngineRequest, routed: RoutedRequest, message: Submit) -> None:
-        """Sends ``request`` to replicas until one has answered it."""
-        first = request.number
+        """Sends ``request`` to replicas until one has answered it, or fails it."""
+        failure: Exception
         try:
-            for attempt in range(1, MAX_TRIES + 1):
-                error = await self._run(request, routed, message)
-                if error is None:
-                    return
-                if request.was_read or attempt == MAX_TRIES:
-                    break
-                _log.warning("a request is sent to another replica: %s", error)
-                await asyncio.sleep(_FIRST_DELAY_S * 2 ** (attempt - 1))
-                if request.was_read:
-                    break
-                message.number = self._renumbered[first] = next(self._numbers)
-                self._requests.renumber(request, message.number)
-            if request in self._requests:
-                request.fail(EngineDiedError(f"{error}; send it again"))
-                self._requests.drop(request)
-        finally:
-            self._sending.pop(request, None)
+            await self._try(request, routed, message)
+            return
+        except RefusedError as error:
+            failure = error
+        except Exception as error:
+            _log.exception("a request could not be sent to a replica")
+            failure = GenerationError(f"the request could not be sent to a replica: {error}")
+        if request in self._requests:
+            request.fail(failure)
+            self._requests.drop(request)
+
+    async def _try(self, request: EngineRequest, routed: RoutedRequest, message: Submit) -> None:
+        """Sends ``request`` to replicas until one has answered it. Raises ``RefusedError`` if none does."""
+        first = request.number
+        for attempt in range(1, MAX_TRIES + 1):
+            error = await self._run(request, routed, message)
+            if error is None:
+                return
+            if request.was_read or attempt == MAX_TRIES:
+                break
+            _log.warning("a request is sent to another replica: %s", error)
+            await asyncio.sleep(_FIRST_DELAY_S * 2 ** (attempt - 1))
+            if request.was_read:
+                break
+            message.number = self._renumbered[first] = next(self._numbers)
+            self._requests.renumber(request, message.number)
+        raise EngineDiedError(f"{error}; send it again")
 
     async def _run(self, request: EngineRequest, routed: RoutedRequest, message: Submit) -> str | None:
         """Runs a request at the replica that the router chooses, until it has ended there. Returns why it gives no
-        answer, or ``None``.
+        answer, or ``None``. Raises ``UnavailableError`` if no replica is ready for too long.
         """
         assert self._routes is not None
         assert self._members is not None
@@ -311,27 +328,39 @@ class ReplicaSet:
         self._runs[number] = run = _Run(request, None, asyncio.get_running_loop().create_future())
         self._routes.add(number, routed)
         try:
-            chosen = await self._handle.choose(number)
-            run.replica = replica = self.replicas.get(chosen)
-            if replica is None:
-                return _ended(chosen)
+            run.replica = replica = await self._choose(number)
             replica.num_requests += 1
-            self._handle.began(chosen)
-            self._remember(number, chosen)
-            self._watcher.request_routed(request, chosen)
+            self._handle.began(replica.id)
+            self._remember(number, replica.id)
+            self._watcher.request_routed(request, replica.id)
             replica.link.send(encoder.encode(message))
             return await run.outcome
-        except RAY_ERRORS as error:
-            return f"Ray Serve chose no replica: {type(error).__name__}"
         finally:
             del self._runs[number]
             self._routes.remove(number)
-            if (replica := run.replica) is not None:
+            if (used := run.replica) is not None:
                 if run.outcome.cancelled():
-                    replica.link.send(encoder.encode(Cancel(number)))
-                replica.num_requests -= 1
-                self._handle.ended(replica.id)
-                self._members.left(replica)
+                    used.link.send(encoder.encode(Cancel(number)))
+                used.num_requests -= 1
+                self._handle.ended(used.id)
+                self._members.left(used)
+
+    async def _choose(self, number: int) -> Replica:
+        """Returns the best replica for a request. Waits while none is ready, and raises ``UnavailableError`` if that
+        takes too long.
+        """
+        assert self._routes is not None
+        assert self.facts is not None
+        load_s = self.facts.load_s
+        wait_s = max(_MIN_WAIT_S, _WAIT_LOADS * load_s)
+        until_s = time.monotonic() + wait_s
+        while not (ranked := self._routes.rank(number)):
+            if time.monotonic() > until_s:
+                raise UnavailableError(
+                    f"no replica was ready for {wait_s:.0f} s; try again later", retry_after_s=load_s
+                )
+            await asyncio.sleep(_POLL_S)
+        return self.replicas[ranked[0]]
 
     def _remember(self, number: int, replica: str) -> None:
         """Notes the replica that a request goes to."""
@@ -349,22 +378,11 @@ class ReplicaSet:
         )
         if replica is None:
             raise UnavailableError("this replica is not there now; try again in a moment")
-        answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
         assert self._members is not None
-        self._asked[message.number] = replica, answer
-        replica.num_requests += 1
         try:
-            replica.link.send(encoder.encode(message))
-            return await answer
+            return await self._questions.ask(replica, message)
         finally:
-            del self._asked[message.number]
-            replica.num_requests -= 1
             self._members.left(replica)
-
-    def _answer(self, number: int, body: msgspec.Raw, failure: Exception | None = None) -> None:
-        _, answer = self._asked.get(number, (None, None))
-        if answer is not None and not answer.done():
-            answer.set_result(body) if failure is None else answer.set_exception(failure)
 
     # --- what comes from replicas
 
@@ -384,8 +402,7 @@ class ReplicaSet:
                 for refused in message.refused:
                     self._end_if_answered(refused.number)
             case Reply():
-                failure = None if message.error is None else GenerationError(message.error)
-                self._answer(message.number, message.body, failure)
+                self._questions.take(message)
             case Lost():
                 self._fail(message.numbers, message.error)
 
@@ -396,19 +413,15 @@ class ReplicaSet:
     def _lost(self, replica: Replica) -> None:
         """Ends the wait for all that ``replica`` has yet to answer."""
         numbers = [number for number, run in self._runs.items() if run.replica is replica]
-        numbers += [number for number, (asked, _) in self._asked.items() if asked is replica]
-        self._fail(numbers, _ended(replica.id))
+        error = f"replica {replica.id} ended while this request was in it"
+        self._fail([*numbers, *self._questions.sent_to(replica)], error)
 
     def _fail(self, numbers: Iterable[int], error: str) -> None:
         for number in numbers:
             if (run := self._runs.get(number)) is not None:
                 run.end(error)
             else:
-                self._answer(number, msgspec.Raw(), EngineDiedError(error))
-
-
-def _ended(replica: str) -> str:
-    return f"replica {replica} ended while this request was in it"
+                self._questions.lose(number, error)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:

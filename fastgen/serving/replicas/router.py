@@ -1,7 +1,8 @@
-"""The router between a server and its replicas, as Ray Serve calls it.
+"""The router of Ray Serve between a server and its replicas: it reports replicas, and leads calls to one of them.
 
-Ray Serve makes it in the process that sends the requests: the server's own, where it finds the server's
-:class:`~fastgen.serving.replicas.routing_table.RoutingTable`.
+Ray Serve makes it in the server's process, where it finds the server's
+:class:`~fastgen.serving.replicas.routing_table.RoutingTable`. The table ranks replicas for requests, which do not pass
+through Ray.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from fastgen.serving.replicas.routing_table import RoutingTable
 
 
 class ReplicaRouter(RequestRouter):
-    """Ranks replicas as the server's routing table does. In a process without a server all replicas are alike."""
+    """Leads a call of ``attach`` to the replica that it names, and other calls to any."""
 
     def initialize_state(self, **arguments: Any) -> None:
         # The ids of all replicas, as last reported.
@@ -23,17 +24,12 @@ class ReplicaRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        routes = RoutingTable.current
-        if routes is None or pending_request is None:
+        if pending_request is None or pending_request.metadata.call_method != "attach":
             return [candidate_replicas]
-        # Where no replica is chosen, Ray asks again; without a pause it would do nothing else in this thread.
+        # Where the replica is not there, Ray asks again; without a pause it would do nothing else in this thread.
         pending_request.routing_context.should_backoff = True
-        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        if pending_request.metadata.call_method == "attach":
-            ranked = pending_request.args[:1]
-        else:
-            ranked = routes.rank(pending_request.args[0])
-        return [[replicas[each]] for each in ranked if each in replicas]
+        target = pending_request.args[0]
+        return [[replica] for replica in candidate_replicas if replica.replica_id.unique_id == target]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)

@@ -1,68 +1,56 @@
-"""The requests on their way to replicas, which a server shares with the router of Ray Serve in its process."""
+"""The requests of a server on their way to replicas, which Ray Serve's router in the same process reports."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 from fastgen.runtime.routing import RoutedRequest, Router
 
 
 class RoutingTable:
-    """Holds the requests of a server, and ranks replicas for them. Any thread may call it.
+    """Holds the requests of a server, and ranks replicas for them.
 
-    ``on_replicas`` is called with the ids of all replicas when they change, in a thread of Ray.
+    Ray's threads call ``update`` with the ids of all replicas when they change. All methods belong to the server's
+    event loop.
     """
 
     # The table of the server in this process, if there is one.
     current: RoutingTable | None = None
 
-    def __init__(self, on_replicas: Callable[[list[str]], None]):
-        self._on_replicas = on_replicas
-        # The ids of all replicas that Ray Serve has now.
-        self._ids: list[str] = []
+    def __init__(self, update: Callable[[list[str]], None]):
+        self.update = update
         # ``None`` until a replica is attached, whose block size it needs.
         self.router: Router | None = None
-        # Replicas that are linked with the server.
-        self.attached: frozenset[str] = frozenset()
-        # Replicas that were not heard for some time, or whose engine starts again. They get requests only where there
-        # are no others.
+        # Replicas that are linked with the server, and whose engine accepts requests. Others get none.
+        self.ready: list[str] = []
+        # Replicas that were not heard for some time. They get requests only where there are no others.
         self.silent: frozenset[str] = frozenset()
         self._requests: dict[int, RoutedRequest] = {}
         # The replica where each of them counts.
         self._places: dict[int, str] = {}
-        self._lock = threading.Lock()
-
-    def update(self, ids: list[str]) -> None:
-        """Takes the ids of all replicas."""
-        self._ids = ids
-        self._on_replicas(ids)
 
     def add(self, number: int, request: RoutedRequest) -> None:
         """Adds a request that is about to be sent."""
-        with self._lock:
-            self._requests[number] = request
+        self._requests[number] = request
 
     def remove(self, number: int) -> None:
         """Forgets a request, which no longer counts at any replica."""
-        with self._lock:
-            self._count(number, None)
-            self._requests.pop(number, None)
+        self._count(number, None)
+        self._requests.pop(number, None)
 
     def rank(self, number: int) -> list[str]:
         """Returns the replicas that request ``number`` can go to, the best one first. It counts there from now on, so
         that requests which come together do not all go to the same one.
         """
-        with self._lock:
-            request = self._requests.get(number)
-            if request is None or self.router is None:
-                return []
-            self._count(number, None)
-            ranked = self.router.rank(request, [replica for replica in self._ids if replica in self.attached])
-            ranked.sort(key=self.silent.__contains__)
-            if ranked:
-                self._count(number, ranked[0])
-            return ranked
+        request = self._requests.get(number)
+        if request is None or self.router is None:
+            return []
+        self._count(number, None)
+        ranked = self.router.rank(request, self.ready)
+        ranked.sort(key=self.silent.__contains__)
+        if ranked:
+            self._count(number, ranked[0])
+        return ranked
 
     def _count(self, number: int, replica: str | None) -> None:
         before, router = self._places.get(number), self.router

@@ -5,6 +5,8 @@ This module imports nothing of Ray: such a file can be written where Ray is not 
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,13 @@ INGRESS_END_S = 30.0
 _END_POLL_S = 0.1
 # Arguments that name a file or a directory of the machine that reads them.
 _PATHS = ("model", "recipe", "api_key_file", "tls_cert", "tls_key", "sealed")
+
+
+def generation_of(load_arguments: Mapping[str, Any]) -> str:
+    """Returns the name of the generation of replicas that are deployed with these arguments of ``fastgen.load``. During
+    a rolling update there are two, perhaps with different models, and a server uses only its own.
+    """
+    return hashlib.sha256(json.dumps(load_arguments, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def settings_of(options: ServeOptions) -> dict[str, dict[str, Any]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import zmq
@@ -13,6 +14,7 @@ from ray.exceptions import RayActorError
 
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.requests.outputs import FinishReason, RequestMetrics
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.engine.messages import (
     Ask,
     Cancel,
@@ -27,31 +29,41 @@ from fastgen.serving.engine.messages import (
     encoder,
 )
 from fastgen.serving.engine.request import EngineRequest
+from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.replicas.link import Link
-from fastgen.serving.replicas.messages import Attached, Beat, FromReplica, Lost, ToReplica, to_replica
+from fastgen.serving.replicas.messages import AttachAnswer, Attached, Beat, FromReplica, Lost, ToReplica, to_replica
 from fastgen.serving.replicas.replica_set import ReplicaSet
 from fastgen.serving.replicas.routing_table import RoutingTable
 from fastgen.version import __version__
 from tests.serving.fake_engine import FACTS
 
 WAIT_S = 30.0
-_METRICS = RequestMetrics(queue_s=0.0, ttft_s=0.0)
+GENERATION = "of the server"
+SAMPLING = SamplingParams(max_new_tokens=8)
+ENDED = End("length", None, None, RequestMetrics(queue_s=0.0, ttft_s=0.0), 0.0)
 
 
 class PlayedReplica:
     """Takes requests and does with them what the test says."""
 
-    def __init__(self, name: str, version: str = __version__):
-        self.name, self.version = name, version
+    def __init__(
+        self, name: str, version: str = __version__, *, generation: str = GENERATION, facts: EngineFacts = FACTS
+    ):
+        self.name, self.version, self.generation, self.facts = name, version, generation, facts
         self.links: dict[str, Link] = {}
         # The requests that it was sent, by their numbers, and those that were cancelled.
         self.taken: dict[int, Submit] = {}
         self.cancelled: list[int] = []
+        # How often a server asked for a link.
+        self.num_asked = 0
         # Whether it does nothing at all, as a suspended process.
         self.is_silent = False
+        # Its state as it is attached.
+        self.state = Beat(True, Status(0, 0, 0), msgspec.Raw(encoder.encode(None)), 0)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
-    async def attach(self, server: str) -> Attached:
+    async def attach(self, server: str) -> AttachAnswer:
+        self.num_asked += 1
         if self.is_silent:
             await asyncio.sleep(WAIT_S)
         if (before := self.links.pop(server, None)) is not None:
@@ -62,7 +74,10 @@ class PlayedReplica:
                 del self.links[server]
 
         self.links[server] = link = Link(self.context, to_replica, self._take, lost)
-        return Attached(link.listen("127.0.0.1"), FACTS, f"host of {self.name}", self.version)
+        attached = encoder.encode(Attached(link.listen("127.0.0.1"), self.generation, self.facts, self.state))
+        if self.version != __version__:
+            attached = b"in another layout"
+        return {"version": self.version, "host": f"host of {self.name}", "attached": attached}
 
     def _take(self, message: ToReplica, encoded: bytes) -> None:
         match message:
@@ -71,7 +86,7 @@ class PlayedReplica:
             case Cancel():
                 self.cancelled.append(message.number)
             case Ask():
-                if message.what != "nothing":
+                if message.what not in ("nothing", "metrics"):
                     self.send(
                         Reply(message.number, msgspec.Raw(encoder.encode(f"{message.what} of {self.name}")), None)
                     )
@@ -90,10 +105,10 @@ class PlayedReplica:
         """Sends the next tokens of a stream."""
         self.send(Report([part for token_id in token_ids for part in (number, token_id)], [], [], [], None))
 
-    def finish(self, number: int, *token_ids: int, reason: FinishReason = "length") -> None:
-        """Sends the last tokens."""
-        end = End(reason, None, None, _METRICS, 0.0)
-        self.send(Report([], [Progress(number, 0, list(token_ids), None, end)], [], [], None))
+    def finish(self, number: int, *token_ids: int, index: int = 0, reason: FinishReason = "length") -> None:
+        """Sends the last tokens of a completion."""
+        end = msgspec.structs.replace(ENDED, reason=reason)
+        self.send(Report([], [Progress(number, index, list(token_ids), None, end)], [], [], None))
 
     def lose(self, *numbers: int) -> None:
         """Reports that its engine has ended with these requests in it."""
@@ -136,17 +151,10 @@ class PlayedHandle:
     async def discover(self) -> None:
         self._report_replicas()
 
-    async def attach(self, replica: str, server: str) -> Attached:
+    async def attach(self, replica: str, server: str) -> AttachAnswer:
         if replica not in self.replicas:
             raise RayActorError
         return await self.replicas[replica].attach(server)
-
-    async def choose(self, number: int) -> str:
-        routes = RoutingTable.current
-        assert routes is not None
-        while not (ranked := routes.rank(number)):
-            await asyncio.sleep(0.01)
-        return ranked[0]
 
     def began(self, replica: str) -> None:
         self.num_requests[replica] += 1
@@ -156,10 +164,11 @@ class PlayedHandle:
 
 
 class Noted:
-    """An ``EngineWatcher`` that notes what happens."""
+    """An ``EngineWatcher`` that notes what happens, and sums the counters as a server does."""
 
     def __init__(self) -> None:
         self.notes: list[tuple[str, str]] = []
+        self.metrics = ServerMetrics(lambda: True)
         self.num_gone = 0
 
     def engine_ready(self, facts: EngineFacts, replica: str = "") -> None:
@@ -167,9 +176,15 @@ class Noted:
 
     def engine_counted(self, metrics: Metrics, replica: str = "") -> None:
         self.notes.append(("counted", replica))
+        self.metrics.observe(metrics, replica)
+
+    def engine_away(self, replica: str = "") -> None:
+        self.notes.append(("away", replica))
+        self.metrics.engine_away(replica)
 
     def engine_ended(self, replica: str = "") -> None:
         self.notes.append(("ended", replica))
+        self.metrics.engine_ended(replica)
 
     def request_routed(self, request: EngineRequest, replica: str) -> None:
         self.notes.append(("routed", replica))
@@ -190,7 +205,7 @@ async def played_set(
 ) -> AsyncIterator[tuple[ReplicaSet, PlayedHandle, Noted]]:
     """Yields a started set of these replicas, all attached, with its handle and what its watcher notes."""
     handle, noted = PlayedHandle(*replicas), Noted()
-    found = ReplicaSet(handle, noted, router=router)
+    found = ReplicaSet(handle, noted, generation=GENERATION, router=router)
     async with asyncio.timeout(WAIT_S):
         try:
             await found.start()
@@ -219,3 +234,30 @@ async def until_linked(found: ReplicaSet, *replicas: PlayedReplica) -> None:
         return all(found.replicas[replica.name].status.num_steps for replica in replicas)
 
     await until(are_heard)
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
+
+
+def submit(
+    replicas: ReplicaSet, *prompt_ids: int, session: str | None = None, sampling: SamplingParams = SAMPLING
+) -> EngineRequest:
+    """Submits a stream with this prompt, or with a short one."""
+    return replicas.submit(list(prompt_ids) or [1, 2, 3], sampling, is_stream=True, arrived_s=0.0, session=session)
+
+
+async def where(request: EngineRequest, *replicas: PlayedReplica) -> PlayedReplica:
+    """Waits until one of ``replicas`` has ``request``, under its present number, and returns it."""
+    await until(lambda: any(request.number in each.taken for each in replicas))
+    (found,) = [each for each in replicas if request.number in each.taken]
+    return found
+
+
+async def whole(request: EngineRequest) -> list[int]:
+    """Returns all tokens of an answer."""
+    tokens: list[int] = []
+    while request.num_open or request._news:
+        for news in await request.news():
+            tokens += news.token_ids
+    return tokens

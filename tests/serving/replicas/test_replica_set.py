@@ -3,49 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fastgen.errors import FastgenError, GenerationError
-from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.serving.engine.request import EngineRequest
+from fastgen.errors import GenerationError
+from fastgen.runtime.text.codec import TextCodec
+from fastgen.serving.answers import Answers
 from fastgen.serving.refusals import EngineDiedError, UnavailableError
-from fastgen.serving.replicas import membership, replica_set
-from fastgen.serving.replicas.replica_set import ReplicaSet
-from tests.serving.replicas.played import PlayedReplica, played_set, until, until_linked
+from fastgen.serving.replicas import replica_set
+from fastgen.serving.service import Running
+from tests.serving.fake_engine import FACTS
+from tests.serving.replicas.played import SAMPLING, PlayedReplica, played_set, run, submit, until, where, whole
 
-SAMPLING = SamplingParams(max_new_tokens=8)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "_WATCH_S", 0.02)
-
-
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(test())
-
-
-def submit(replicas: ReplicaSet, *prompt_ids: int, session: str | None = None) -> EngineRequest:
-    return replicas.submit(list(prompt_ids) or [1, 2, 3], SAMPLING, is_stream=True, arrived_s=0.0, session=session)
-
-
-async def where(request: EngineRequest, *replicas: PlayedReplica) -> PlayedReplica:
-    """Waits until one of ``replicas`` has ``request``, under its present number, and returns it."""
-    await until(lambda: any(request.number in each.taken for each in replicas))
-    (found,) = [each for each in replicas if request.number in each.taken]
-    return found
-
-
-async def whole(request: EngineRequest) -> list[int]:
-    """Returns all tokens of an answer."""
-    tokens: list[int] = []
-    while request.num_open or request._news:
-        for news in await request.news():
-            tokens += news.token_ids
-    return tokens
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def test_requests_are_spread_over_replicas_and_answered() -> None:
@@ -144,6 +117,31 @@ def test_a_request_that_was_read_fails_with_its_replica() -> None:
     run(test)
 
 
+def test_an_answer_that_is_not_streamed_begins_again_until_all_its_completions_have_ended() -> None:
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b) as (replicas, handle, noted):
+            two = replace(SAMPLING, n=2)
+            request = submit(replicas, sampling=two)
+            codec = TextCodec(None, eos_token_ids=frozenset(), default_sampling=SAMPLING)
+            service: Any = SimpleNamespace(engine=replicas)
+            waiting = asyncio.create_task(Running(service, request, Answers([1, 2, 3], two, codec)).output())
+            first = await where(request, a, b)
+            first.give(request.number, 7)
+            first.finish(request.number, 8)
+            await until(lambda: request.num_open == 1)
+            first.close()
+            handle.remove(first.name)
+            second = await where(request, *([b] if first is a else [a]))
+            second.finish(request.number, 5, index=1)
+            second.finish(request.number, 6)
+            output = await waiting
+            assert [each.token_ids for each in (output, *output.others)] == [[6], [5]]
+            assert (replicas.num_open, noted.num_gone) == (0, 1)
+
+    run(test)
+
+
 def test_a_request_that_ends_every_engine_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_set, "_FIRST_DELAY_S", 0.0)
 
@@ -163,68 +161,44 @@ def test_a_request_that_ends_every_engine_is_given_up(monkeypatch: pytest.Monkey
     run(test)
 
 
-def test_a_replica_that_falls_silent_loses_its_requests_and_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "SILENT_S", 0.1)
-    monkeypatch.setattr(membership, "LOST_S", 0.3)
-    monkeypatch.setattr(membership, "_ATTACH_S", 0.1)
-
+def test_a_lost_request_waits_until_an_engine_is_ready_again() -> None:
     async def test() -> None:
-        a, b = PlayedReplica("a"), PlayedReplica("b")
-        async with played_set(a, b) as (replicas, handle, _noted):
-            beating = [asyncio.create_task(_beat(each)) for each in (a, b)]
+        a = PlayedReplica("a")
+        async with played_set(a) as (replicas, _, _noted):
             request = submit(replicas)
-            first = await where(request, a, b)
-            other, first_number = (b if first is a else a), request.number
-            first.is_silent = True
-            assert await where(request, other) is other
-            assert request.number != first_number
-            for _ in range(4):
-                assert await where(submit(replicas), a, b) is other
-            other.finish(request.number, 6)
+            await where(request, a)
+            first_number = request.number
+            a.lose(first_number)
+            a.beat(is_ready=False)
+            await until(lambda: request.number != first_number and request.number in replicas._runs)
+            assert replicas._routes is not None
+            assert replicas._routes.rank(request.number) == []
+            assert list(a.taken) == [first_number]
+            a.beat(num_restarts=1)
+            await where(request, a)
+            a.finish(request.number, 6)
             assert await whole(request) == [6]
-            first.is_silent = False
-            await until(
-                lambda: {one.state for one in replicas.replica_views()} == {"ready"} and len(replicas.replicas) == 2
-            )
-            first.is_silent = True  # and requests come before it is noticed, which it does not answer
-            together = [submit(replicas) for _ in range(4)]
-            for each in together:
-                assert await where(each, a, b)
-            for each in together:
-                await until(lambda each=each: each.number in other.taken)
-            assert handle.killed == []
-            handle.remove(first.name)  # Ray Serve has noticed, and waits until it has finished its requests
-            await until(lambda: handle.killed == [first.name])
-            for task in beating:
-                task.cancel()
 
     run(test)
 
 
-def test_a_replica_that_hangs_while_it_finishes_its_requests_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "LOST_S", 0.3)
+def test_a_lost_request_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_set, "_MIN_WAIT_S", 0.1)
+    monkeypatch.setattr(replica_set, "_WAIT_LOADS", 0)
 
     async def test() -> None:
-        a, b = PlayedReplica("a"), PlayedReplica("b")
-        async with played_set(a, b) as (replicas, handle, _):
-            beating = [asyncio.create_task(_beat(each)) for each in (a, b)]
+        a = PlayedReplica("a")
+        async with played_set(a) as (replicas, handle, noted):
             request = submit(replicas)
-            first = await where(request, a, b)
-            handle.remove(first.name)
-            await until(lambda: len(replicas.replicas) == 1)
-            first.is_silent = True
-            assert await where(request, *([b] if first is a else [a]))
-            assert handle.killed == [first.name]
-            for task in beating:
-                task.cancel()
+            await where(request, a)
+            handle.remove("a")
+            a.close()
+            with pytest.raises(UnavailableError, match=r"no replica was ready for 0 s; try again later") as refused:
+                await request.news()
+            assert refused.value.retry_after_s == FACTS.load_s
+            assert (replicas.num_open, noted.num_gone) == (0, 1)
 
     run(test)
-
-
-async def _beat(replica: PlayedReplica) -> None:
-    while True:
-        replica.beat()
-        await asyncio.sleep(0.02)
 
 
 def test_a_cancelled_request_is_cancelled_at_its_replica() -> None:
@@ -240,28 +214,28 @@ def test_a_cancelled_request_is_cancelled_at_its_replica() -> None:
     run(test)
 
 
-def test_a_replica_that_ray_no_longer_lists_gets_no_more_requests_and_finishes_those_it_has() -> None:
+def test_a_request_that_is_cancelled_at_once_leaves_nothing_behind() -> None:
     async def test() -> None:
-        a, b = PlayedReplica("a"), PlayedReplica("b")
-        async with played_set(a, b) as (replicas, handle, _):
-            request = submit(replicas)
-            first = await where(request, a, b)
-            other = b if first is a else a
-            handle.remove(first.name)
-            await until(lambda: list(replicas.replicas) == [other.name])
-            for _ in range(4):
-                assert await where(submit(replicas), a, b) is other
-            first.give(request.number, 5)
-            assert [news.token_ids for news in await request.news()] == [[5]]
-            assert first.links
-            first.finish(request.number, 6)
-            assert await whole(request) == [6]
+        a = PlayedReplica("a")
+        async with played_set(a) as (replicas, _, noted):
+            replicas.cancel(submit(replicas))
+            await until(lambda: not replicas._sending)
+            assert (replicas.num_open, noted.num_gone, a.taken) == (0, 1, {})
 
-            def has_no_link() -> bool:
-                first.beat()  # by which it notices
-                return not first.links
+    run(test)
 
-            await until(has_no_link)
+
+def test_a_request_that_cannot_be_sent_fails() -> None:
+    async def test() -> None:
+        def fail(replica: str) -> None:
+            raise RuntimeError("no place to count it")
+
+        a = PlayedReplica("a")
+        async with played_set(a) as (replicas, handle, noted):
+            handle.began = fail  # type: ignore[method-assign]
+            with pytest.raises(GenerationError, match="could not be sent to a replica: no place to count it"):
+                await submit(replicas).news()
+            assert (replicas.num_open, noted.num_gone) == (0, 1)
 
     run(test)
 
@@ -281,23 +255,6 @@ def test_ray_serve_counts_a_request_from_its_sending_to_its_end() -> None:
             await until(lambda: handle.num_requests == {"a": 1})
             a.finish(requests[2].number, 5)
             await until(lambda: handle.num_requests == {"a": 0})
-
-    run(test)
-
-
-def test_a_replica_whose_link_is_lost_is_attached_again() -> None:
-    async def test() -> None:
-        a = PlayedReplica("a")
-        async with played_set(a) as (replicas, _, noted):
-            request = submit(replicas)
-            await where(request, a)
-            a.close()  # the connection, while the actor lives
-            first_number = request.number
-            await until(lambda: request.number != first_number)
-            await where(request, a)
-            a.finish(request.number, 6)
-            assert await whole(request) == [6]
-            assert noted.notes.count(("ready", "a")) == 2
 
     run(test)
 
@@ -337,37 +294,5 @@ def test_questions_go_to_the_replica_that_is_named() -> None:
             await replicas.stop()
             with pytest.raises(UnavailableError, match="the server is ending"):
                 await waiting
-
-    run(test)
-
-
-def test_a_new_replica_is_used_and_a_restarting_engine_is_not() -> None:
-    async def test() -> None:
-        a, b = PlayedReplica("a"), PlayedReplica("b")
-        async with played_set(a) as (replicas, handle, noted):
-            handle.add(b)
-            await until(lambda: "b" in replicas.replicas)
-            await until_linked(replicas, b)
-            a.beat(is_ready=False)
-            await until(lambda: not replicas.replicas["a"].is_ready)
-            assert ("ended", "a") in noted.notes
-            for _ in range(4):
-                assert await where(submit(replicas), a, b) is b
-            b.beat(is_ready=False)
-            await until(lambda: replicas.state == "restarting")
-            with pytest.raises(UnavailableError, match="no replica is ready: the server is restarting"):
-                submit(replicas)
-            a.beat(num_restarts=1)
-            await until(lambda: replicas.state == "ready")
-            assert replicas.num_restarts == 1
-
-    run(test)
-
-
-def test_another_version_on_a_machine_is_named() -> None:
-    async def test() -> None:
-        with pytest.raises(FastgenError, match=r"replica a on host of a runs fastgen 0\.0\.1, and the server"):
-            async with played_set(PlayedReplica("a", version="0.0.1")):
-                pass
 
     run(test)

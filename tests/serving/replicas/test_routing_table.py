@@ -9,11 +9,10 @@ from fastgen.runtime.routing import RoutedRequest, make_router
 from fastgen.serving.replicas.routing_table import RoutingTable
 
 
-def routes_to(*attached: str) -> RoutingTable:
+def routes_to(*ready: str) -> RoutingTable:
     found = RoutingTable(lambda ids: None)
     found.router = make_router("least_tokens", block_size=16)
-    found.attached = frozenset(attached)
-    found.update(list(attached))
+    found.ready = list(ready)
     return found
 
 
@@ -39,7 +38,7 @@ def test_a_request_counts_at_the_first_replica_of_its_last_ranking_until_it_is_r
     add(table, 1)
     assert table.rank(1)[0] == "a"
     assert outstanding(table, "a", "b") == [100, 0]
-    table.update(["b"])
+    table.ready = ["b"]
     assert table.rank(1)[0] == "b"
     assert outstanding(table, "a", "b") == [0, 100]
     table.remove(1)
@@ -48,10 +47,11 @@ def test_a_request_counts_at_the_first_replica_of_its_last_ranking_until_it_is_r
     assert outstanding(table, "a", "b") == [0, 0]
 
 
-def test_only_attached_replicas_get_requests_and_silent_ones_last() -> None:
-    table = routes_to("a", "b")
+def test_only_ready_replicas_get_requests_and_silent_ones_last() -> None:
+    table = routes_to()
     add(table, 1)
-    table.update(["a", "b", "new"])
+    assert table.rank(1) == []
+    table.ready = ["a", "b"]
     assert set(table.rank(1)) == {"a", "b"}
     table.silent = frozenset("a")
     for number in range(2, 6):
@@ -74,7 +74,7 @@ def test_counts_are_those_of_the_open_requests_after_any_history() -> None:
                 table.remove(one)
                 del places[one]
             else:
-                table.update(draw.sample("abc", draw.randrange(1, 4)))
+                table.ready = draw.sample("abc", draw.randrange(1, 4))
                 places[one] = table.rank(one)[0]
             if not places:
                 break

@@ -1,0 +1,242 @@
+"""Replicas that come, fall silent, hang, leave, and differ, as a server deals with them; a test plays them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+
+import msgspec
+import pytest
+import zmq
+
+from fastgen.errors import FastgenError
+from fastgen.serving.refusals import UnavailableError
+from fastgen.serving.replicas import membership
+from fastgen.serving.replicas.link import Link, LinkAddress
+from fastgen.serving.replicas.messages import AttachAnswer
+from tests.serving.replicas.played import (
+    PlayedReplica,
+    played_set,
+    run,
+    submit,
+    until,
+    until_linked,
+    where,
+    whole,
+)
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+def test_a_replica_that_falls_silent_loses_its_requests_and_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "SILENT_S", 0.1)
+    monkeypatch.setattr(membership, "LOST_S", 0.3)
+    monkeypatch.setattr(membership, "_ATTACH_S", 0.1)
+
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b) as (replicas, handle, _noted):
+            beating = [asyncio.create_task(_beat(each)) for each in (a, b)]
+            request = submit(replicas)
+            first = await where(request, a, b)
+            other, first_number = (b if first is a else a), request.number
+            first.is_silent = True
+            assert await where(request, other) is other
+            assert request.number != first_number
+            for _ in range(4):
+                assert await where(submit(replicas), a, b) is other
+            other.finish(request.number, 6)
+            assert await whole(request) == [6]
+            first.is_silent = False
+            await until(
+                lambda: {one.state for one in replicas.replica_views()} == {"ready"} and len(replicas.replicas) == 2
+            )
+            first.is_silent = True  # and requests come before it is noticed, which it does not answer
+            together = [submit(replicas) for _ in range(4)]
+            for each in together:
+                assert await where(each, a, b)
+            for each in together:
+                await until(lambda each=each: each.number in other.taken)
+            assert handle.killed == []
+            handle.remove(first.name)  # Ray Serve has noticed, and waits until it has finished its requests
+            await until(lambda: handle.killed == [first.name])
+            for task in beating:
+                task.cancel()
+
+    run(test)
+
+
+def test_a_replica_that_hangs_while_it_finishes_its_requests_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "LOST_S", 0.3)
+
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b) as (replicas, handle, _):
+            beating = [asyncio.create_task(_beat(each)) for each in (a, b)]
+            request = submit(replicas)
+            first = await where(request, a, b)
+            handle.remove(first.name)
+            await until(lambda: len(replicas.replicas) == 1)
+            first.is_silent = True
+            assert await where(request, *([b] if first is a else [a]))
+            assert handle.killed == [first.name]
+            for task in beating:
+                task.cancel()
+
+    run(test)
+
+
+def test_a_replica_that_hung_before_the_server_came_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "_ATTACH_S", 0.1)
+
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a) as (replicas, handle, _):
+            b.is_silent = True
+            handle.add(b)
+            await until(lambda: b.num_asked > 1)  # the first time was in vain
+            assert (list(replicas.replicas), handle.killed) == (["a"], [])
+            handle.remove("b")  # Ray Serve has noticed, and waits until it has finished its requests
+            await until(lambda: handle.killed == ["b"])
+
+    run(test)
+
+
+def test_a_replica_that_ray_no_longer_lists_gets_no_more_requests_and_finishes_those_it_has() -> None:
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b) as (replicas, handle, _):
+            request = submit(replicas)
+            first = await where(request, a, b)
+            other = b if first is a else a
+            handle.remove(first.name)
+            await until(lambda: list(replicas.replicas) == [other.name])
+            for _ in range(4):
+                assert await where(submit(replicas), a, b) is other
+            first.give(request.number, 5)
+            assert [news.token_ids for news in await request.news()] == [[5]]
+            assert first.links
+            first.finish(request.number, 6)
+            assert await whole(request) == [6]
+
+            def has_no_link() -> bool:
+                first.beat()  # by which it notices
+                return not first.links
+
+            await until(has_no_link)
+
+    run(test)
+
+
+@pytest.mark.parametrize("next_comes", [True, False])
+def test_the_last_replica_is_used_until_another_is_ready_or_it_takes_too_long(
+    monkeypatch: pytest.MonkeyPatch, next_comes: bool
+) -> None:
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a) as (replicas, handle, _):
+            handle.remove("a")
+            await until(lambda: replicas.replicas["a"].unlisted_s > 0.0)
+            request = submit(replicas)
+            assert await where(request, a) is a
+            if next_comes:
+                b.state = msgspec.structs.replace(b.state, is_ready=False)
+                handle.add(b)
+                await until(lambda: "b" in replicas.replicas)
+                assert await where(submit(replicas), a, b) is a
+                await until_linked(replicas, b)
+                assert list(replicas.replicas) == ["b"]
+                assert await where(submit(replicas), a, b) is b
+            else:
+                monkeypatch.setattr(membership, "KEEP_S", 0.0)
+                await until(lambda: not replicas.replicas)
+                with pytest.raises(UnavailableError, match="no replica is ready"):
+                    submit(replicas)
+            a.finish(request.number, 5)
+            assert await whole(request) == [5]
+
+    run(test)
+
+
+def test_a_replica_whose_link_is_lost_is_attached_again() -> None:
+    async def test() -> None:
+        a = PlayedReplica("a")
+        async with played_set(a) as (replicas, _, noted):
+            request = submit(replicas)
+            await where(request, a)
+            a.close()  # the connection, while the actor lives
+            first_number = request.number
+            await until(lambda: request.number != first_number)
+            await where(request, a)
+            a.finish(request.number, 6)
+            assert await whole(request) == [6]
+            assert noted.notes.count(("ready", "a")) == 2
+
+    run(test)
+
+
+def test_a_replica_is_attached_after_errors_that_nothing_foresees(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[zmq.ZMQError] = []
+
+    class Refusing(PlayedReplica):
+        async def attach(self, server: str) -> AttachAnswer:
+            if len(errors) == 2:
+                raise errors.pop()
+            return await super().attach(server)
+
+    def connect(self: Link, address: LinkAddress) -> None:
+        if errors:
+            raise errors.pop()
+        connects(self, address)
+
+    connects = Link.connect
+    monkeypatch.setattr(Link, "connect", connect)
+
+    async def test() -> None:
+        a, b = PlayedReplica("a"), Refusing("b")
+        async with played_set(a) as (replicas, handle, _):
+            errors.extend([zmq.ZMQError(errno.EMFILE), zmq.ZMQError(errno.EMFILE)])
+            handle.add(b)
+            await until(lambda: "b" in replicas.replicas)
+            assert (errors, b.num_asked) == ([], 2)
+            assert {await where(submit(replicas), a, b) for _ in range(2)} == {a, b}
+
+    run(test)
+
+
+def test_a_new_replica_is_used_and_a_restarting_engine_is_not() -> None:
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a) as (replicas, handle, noted):
+            handle.add(b)
+            await until(lambda: "b" in replicas.replicas)
+            await until_linked(replicas, b)
+            a.beat(is_ready=False)
+            await until(lambda: not replicas.replicas["a"].is_ready)
+            assert ("ended", "a") in noted.notes
+            for _ in range(4):
+                assert await where(submit(replicas), a, b) is b
+            b.beat(is_ready=False)
+            await until(lambda: replicas.state == "restarting")
+            with pytest.raises(UnavailableError, match="no replica is ready: the server is restarting"):
+                submit(replicas)
+            a.beat(num_restarts=1)
+            await until(lambda: replicas.state == "ready")
+            assert replicas.num_restarts == 1
+
+    run(test)
+
+
+def test_another_version_on_a_machine_is_named() -> None:
+    async def test() -> None:
+        with pytest.raises(FastgenError, match=r"replica a on host of a runs fastgen 0\.0\.1, and the server"):
+            async with played_set(PlayedReplica("a", version="0.0.1")):
+                pass
+
+    run(test)
+
+
+async def _beat(replica: PlayedReplica) -> None:
+    while True:
+        replica.beat()
+        await asyncio.sleep(0.02)
