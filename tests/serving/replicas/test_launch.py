@@ -124,7 +124,7 @@ def test_machines_have_room_where_nothing_is_reserved(monkeypatch: pytest.Monkey
         Machine("m2", 8, 0, 16 * GIB),
     ]
     assert [(each.host, each.num_cpus) for each in cluster.machines()] == [("m0", 8), ("m1", 8), ("m2", 8)]
-    with pytest.raises(NoRoomError, match=r"m1 has 0 CPUs, 0 GPUs and 1\.00 GiB that are not in use; m2 has 8 CPUs, 0 "):
+    with pytest.raises(NoRoomError, match=r"m1 has 0 CPUs, 0 GPUs and 1\.00 GiB that are not in use; m2 has 8 "):
         needs_of({"model": "m", "num_threads": 8}, 2, found)
 
 
