@@ -213,7 +213,7 @@ def test_a_planted_name_is_seen_by_the_specs(plant: None, shuffled: Shuffled, mo
 LEGITIMATE = {
     ("models/resolve/config_keys.py", "is_llama_config"),  # a key of config.json
     ("cli/plan.py", "A config.json, a directory with one, a built-in, or a published name (llama-2-70b)."),
-    ("cli/plan_options.py", "A post's question: mistral-7b-24gb or falcon-40b-4x24gb."),
+    ("cli/plan_options.py", "A question that was published: mistral-7b-24gb or falcon-40b-4x24gb."),
     ("models/checkpoint/kinds.py", "a model in GGUF, the format of llama.cpp, which fastgen does not read"),
     ("options.py", "A built-in such as tiny-llama, a local directory, or a hub id."),
 }

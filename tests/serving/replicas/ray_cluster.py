@@ -43,11 +43,19 @@ class RayCluster:
 
     def applications(self) -> dict[str, Any]:
         """Returns the state of what is deployed, by name."""
+        applications: dict[str, Any] = self._asked("/api/serve/applications/")["applications"]
+        return applications
+
+    def machines(self) -> list[str]:
+        """Returns the addresses of the machines in the cluster."""
+        found = self._asked("/nodes?view=summary")["data"]["summary"]
+        return [each["ip"] for each in found if each["raylet"].get("state") == "ALIVE"]
+
+    def _asked(self, path: str) -> dict[str, Any]:
         headers = {"authorization": f"Bearer {self.environment['RAY_AUTH_TOKEN']}"}
-        request = urllib.request.Request(f"{self.dashboard}/api/serve/applications/", headers=headers)
-        with urllib.request.urlopen(request) as answer:
-            applications: dict[str, Any] = json.load(answer)["applications"]
-            return applications
+        with urllib.request.urlopen(urllib.request.Request(self.dashboard + path, headers=headers)) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
 
 
 @contextmanager
@@ -78,13 +86,42 @@ def ray_cluster(*, num_cpus: int = 2) -> Iterator[RayCluster]:
                 raise
             yield cluster
         finally:
-            process.send_signal(signal.SIGTERM)  # `ray start --block` ends what it started
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            _end(process)
             shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def joined_machine(cluster: RayCluster, address: str, *, num_cpus: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Adds a machine to ``cluster``: a node of Ray here, with an ``address`` of its own such as ``127.0.0.2``."""
+    agent_port, agent_grpc_port, runtime_env_port, metrics_port = free_ports(4)
+    command = [
+        *(str(_BIN / "ray"), "start", "--block", "--disable-usage-stats", f"--address={cluster.address}"),
+        *(f"--num-cpus={num_cpus}", "--object-store-memory=80000000", f"--node-ip-address={address}"),
+        *(f"--dashboard-agent-listen-port={agent_port}", f"--dashboard-agent-grpc-port={agent_grpc_port}"),
+        *(f"--runtime-env-agent-port={runtime_env_port}", f"--metrics-export-port={metrics_port}"),
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, env=cluster.environment, start_new_session=True
+    )
+    try:
+        until_s = time.monotonic() + _START_S
+        while address not in cluster.machines():
+            assert process.poll() is None, f"ray start ended with status {process.returncode}"
+            assert time.monotonic() < until_s, "the machine does not join the cluster"
+            time.sleep(0.2)
+        yield process
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    """Ends ``ray start --block``, which ends what it has started."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _wait_until_it_answers(cluster: RayCluster) -> None:
