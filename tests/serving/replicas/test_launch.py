@@ -130,7 +130,7 @@ def test_machines_have_room_where_nothing_is_reserved(monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What an application is made of, by a command that then fails."""
+    """The arguments that a command passes to ``application``, which then fails."""
     found: dict[str, Any] = {}
 
     def make(given: Any, **more: Any) -> None:

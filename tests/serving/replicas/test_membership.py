@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 import pytest
@@ -36,32 +38,30 @@ def test_a_replica_that_falls_silent_loses_its_requests_and_gets_no_more(monkeyp
     async def test() -> None:
         a, b = PlayedReplica("a"), PlayedReplica("b")
         async with played_set(a, b) as (replicas, handle, _noted):
-            beating = [asyncio.create_task(_beat(each)) for each in (a, b)]
-            request = submit(replicas)
-            first = await where(request, a, b)
-            other, first_number = (b if first is a else a), request.number
-            first.is_silent = True
-            assert await where(request, other) is other
-            assert request.number != first_number
-            for _ in range(4):
-                assert await where(submit(replicas), a, b) is other
-            other.finish(request.number, 6)
-            assert await whole(request) == [6]
-            first.is_silent = False
-            await until(
-                lambda: {one.state for one in replicas.replica_views()} == {"ready"} and len(replicas.replicas) == 2
-            )
-            first.is_silent = True  # and requests come before it is noticed, which it does not answer
-            together = [submit(replicas) for _ in range(4)]
-            for each in together:
-                assert await where(each, a, b)
-            for each in together:
-                await until(lambda each=each: each.number in other.taken)
-            assert handle.killed == []
-            handle.remove(first.name)  # Ray Serve has noticed, and waits until it has finished its requests
-            await until(lambda: handle.killed == [first.name])
-            for task in beating:
-                task.cancel()
+            with beating(a, b):
+                request = submit(replicas)
+                first = await where(request, a, b)
+                other, first_number = (b if first is a else a), request.number
+                first.is_silent = True
+                assert await where(request, other) is other
+                assert request.number != first_number
+                for _ in range(4):
+                    assert await where(submit(replicas), a, b) is other
+                other.finish(request.number, 6)
+                assert await whole(request) == [6]
+                first.is_silent = False
+                await until(
+                    lambda: {one.state for one in replicas.replica_views()} == {"ready"} and len(replicas.replicas) == 2
+                )
+                first.is_silent = True  # and requests come before it is noticed, which it does not answer
+                together = [submit(replicas) for _ in range(4)]
+                for each in together:
+                    assert await where(each, a, b)
+                for each in together:
+                    await until(lambda each=each: each.number in other.taken)
+                assert handle.killed == []
+                handle.remove(first.name)  # Ray Serve has noticed, and waits until it has finished its requests
+                await until(lambda: handle.killed == [first.name])
 
     run(test)
 
@@ -72,16 +72,14 @@ def test_a_replica_that_hangs_while_it_finishes_its_requests_is_killed(monkeypat
     async def test() -> None:
         a, b = PlayedReplica("a"), PlayedReplica("b")
         async with played_set(a, b) as (replicas, handle, _):
-            beating = [asyncio.create_task(_beat(each)) for each in (a, b)]
-            request = submit(replicas)
-            first = await where(request, a, b)
-            handle.remove(first.name)
-            await until(lambda: len(replicas.replicas) == 1)
-            first.is_silent = True
-            assert await where(request, *([b] if first is a else [a]))
-            assert handle.killed == [first.name]
-            for task in beating:
-                task.cancel()
+            with beating(a, b):
+                request = submit(replicas)
+                first = await where(request, a, b)
+                handle.remove(first.name)
+                await until(lambda: len(replicas.replicas) == 1)
+                first.is_silent = True
+                assert await where(request, *([b] if first is a else [a]))
+                assert handle.killed == [first.name]
 
     run(test)
 
@@ -234,6 +232,17 @@ def test_another_version_on_a_machine_is_named() -> None:
                 pass
 
     run(test)
+
+
+@contextmanager
+def beating(*replicas: PlayedReplica) -> Iterator[None]:
+    """Lets the replicas report their state until the block is left."""
+    tasks = [asyncio.create_task(_beat(replica)) for replica in replicas]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _beat(replica: PlayedReplica) -> None:
