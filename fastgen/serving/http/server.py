@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -126,4 +127,6 @@ def _refused(host: str, port: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InvalidArgumentError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        reason = (error.strerror or str(error)).partition(" (while ")[0]  # the rest repeats the address
+        advice = "; choose another port, or end what listens there" if error.errno == errno.EADDRINUSE else ""
+        raise InvalidArgumentError(f"cannot listen on {host}:{port}: {reason}{advice}") from error

@@ -176,7 +176,8 @@ def test_a_port_that_another_server_shares_is_refused_before_anything_starts(sta
     with launch._ports(ServeOptions(port=0, grpc_port=0, replicas=1)) as ports:
         for name in ("port", "grpc_port"):
             with pytest.raises(
-                InvalidArgumentError, match=f"cannot listen on 127.0.0.1:{ports[name]}: Address already"
+                InvalidArgumentError,
+                match=f"cannot listen on 127.0.0.1:{ports[name]}: Address already in use; choose another port",
             ):
                 launch.run_replicas({"model": "tiny-llama", "replicas": 1, "port": 0, name: ports[name]})
     assert started == {}
