@@ -66,13 +66,13 @@ def test_a_request_waits_for_its_format_and_no_other_request_does(thread: Format
     thread.when_compiled(1, None, lambda: events.append("free"))
     thread.proceed()
     assert events == ["free"]
-    assert thread.is_busy
+    assert thread.num_waiting
     grammars.may_end.set()
     proceed_until(thread, events, 2)
     thread.when_compiled(2, FIRST, lambda: events.append("again"))
     assert events == ["free", "constrained", "again"]
     assert grammars.begun == [FIRST]
-    assert not thread.is_busy
+    assert not thread.num_waiting
 
 
 def test_requests_with_the_same_format_wait_for_one_compilation(thread: FormatThread, grammars: Any) -> None:
@@ -95,7 +95,7 @@ def test_a_cancelled_request_is_forgotten_and_so_is_the_format_that_only_it_had(
     grammars.may_end.set()
     proceed_until(thread, events, 1)
     assert events == ["2"]
-    assert not thread.is_busy
+    assert not thread.num_waiting
     thread.close()
     assert SECOND not in grammars.begun
 

@@ -28,9 +28,9 @@ class FormatThread:
                 grammars.prepare()
 
     @property
-    def is_busy(self) -> bool:
-        """Returns whether requests wait."""
-        return bool(self._waiting)
+    def num_waiting(self) -> int:
+        """Returns the number of requests that wait."""
+        return len(self._waiting)
 
     def when_compiled(self, number: int, response_format: ResponseFormat | None, then: Callable[[], None]) -> None:
         """Calls ``then`` for request ``number`` when its format is compiled: now, or in a later :meth:`proceed`."""

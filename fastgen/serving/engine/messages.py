@@ -1,6 +1,7 @@
-"""The messages between a server and its engine's process, as MessagePack over a local socket.
+"""The messages to and from an engine's process, as MessagePack.
 
-The server gives each request a number, which is used only once in the life of an engine's process.
+They go over a local socket to the process that started it, and over others to servers that it was told to let in. A
+server gives each request a number that no other server of this engine uses, and uses it only once.
 """
 
 from __future__ import annotations
@@ -60,11 +61,29 @@ class Check(msgspec.Struct, tag="check", array_like=True):
     sampling: dict[str, Any]
 
 
+class Open(msgspec.Struct, tag="open", array_like=True):
+    """Lets ``server`` in: asks for a :class:`Reply` with the same number and the ``RemoteAddress`` at which the engine
+    waits for it. ``host`` is an address of this machine.
+    """
+
+    number: int
+    server: str
+    host: str
+
+
+class Close(msgspec.Struct, tag="close", array_like=True):
+    """Closes the connection with ``server``, and ends its requests."""
+
+    server: str
+
+
 class Stop(msgspec.Struct, tag="stop", array_like=True):
     """Ends the process."""
 
 
-ToEngine = Submit | Cancel | Ask | Check | Stop
+# What servers send. The rest comes from the process that started this one.
+FromServer = Submit | Cancel | Ask | Check
+ToEngine = FromServer | Open | Close | Stop
 
 # --- to the server
 
@@ -134,12 +153,18 @@ class Refused(msgspec.Struct, array_like=True):
 
 
 class Status(msgspec.Struct, array_like=True):
-    """The engine's load. It is reported several times a second, also as a sign of life."""
+    """The engine's load. It is reported several times a second, also as a sign of life, to the process that started
+    the engine.
+    """
 
     # Sequences with a slot.
     num_running: int
     num_waiting: int
     num_steps: int
+    # Requests that have not ended, with those whose format is being compiled.
+    num_open: int = 0
+    # Completions that have ended by themselves.
+    num_answered: int = 0
 
 
 class Report(msgspec.Struct, tag="report", array_like=True):
@@ -155,7 +180,7 @@ class Report(msgspec.Struct, tag="report", array_like=True):
 
 
 class Reply(msgspec.Struct, tag="reply", array_like=True):
-    """The answer to an :class:`Ask` or a :class:`Check`: its value as MessagePack, or why there is none."""
+    """The answer to the message with this number: its value as MessagePack, or why there is none."""
 
     number: int
     body: msgspec.Raw
@@ -165,6 +190,7 @@ class Reply(msgspec.Struct, tag="reply", array_like=True):
 ToServer = Ready | LoadFailed | Report | Reply
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
+from_server = msgspec.msgpack.Decoder(FromServer)
 to_server = msgspec.msgpack.Decoder(ToServer)
 encoder = msgspec.msgpack.Encoder()
 

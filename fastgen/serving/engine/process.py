@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import signal
 import sys
@@ -30,28 +29,28 @@ from fastgen.runtime.llm import LLM
 from fastgen.runtime.loading import load
 from fastgen.runtime.scheduling.policies import make_policy
 from fastgen.runtime.step.faults import cause_of
+from fastgen.serving.engine.connections import Connection, Connections
 from fastgen.serving.engine.formats import FormatThread
 from fastgen.serving.engine.garbage import rarely_collected
 from fastgen.serving.engine.messages import (
     Ask,
     Cancel,
     Check,
+    Close,
     End,
     EngineFacts,
     LoadFailed,
+    Open,
     Progress,
     Ready,
     Refused,
     Reply,
-    Report,
     Status,
     Stop,
     Submit,
-    ToServer,
+    ToEngine,
     encoder,
     format_of,
-    has_come,
-    to_engine,
     unpack_sampling,
 )
 from fastgen.serving.engine.recordings import Recordings
@@ -82,10 +81,10 @@ ANSWERS: dict[str, Callable[[Engine], Any]] = {
 class _Open:
     """A request that has not ended, and how much of it was reported."""
 
-    __slots__ = ("generation", "is_plain", "is_stream", "num_reported", "number", "token_ids")
+    __slots__ = ("connection", "generation", "is_plain", "is_stream", "num_reported", "number", "token_ids")
 
-    def __init__(self, number: int, generation: Generation, *, is_stream: bool):
-        self.number, self.generation, self.is_stream = number, generation, is_stream
+    def __init__(self, connection: Connection, number: int, generation: Generation, *, is_stream: bool):
+        self.connection, self.number, self.generation, self.is_stream = connection, number, generation, is_stream
         sampling = generation.request.sampling
         # Whether there is nothing but tokens to report until it ends.
         self.is_plain = sampling.n == 1 and sampling.logprobs is None and sampling.prompt_logprobs is None
@@ -94,20 +93,23 @@ class _Open:
         # The tokens of the first completion.
         self.token_ids: list[int] | None = None
 
-    def add_tokens(self, tokens: list[int]) -> None:
-        """Appends the unreported tokens of a plain request to ``tokens``: its number and a token id, for each token."""
+    def report_tokens(self) -> None:
+        """Adds the unreported tokens of a plain request to the next report."""
         if self.token_ids is None:
             self.token_ids = self.generation.completions[0].token_ids
         start = self.num_reported[0]
         assert start is not None
         if start < len(self.token_ids):
+            tokens = self.connection.tokens
             for token_id in self.token_ids[start:]:
                 tokens += (self.number, token_id)
             self.num_reported[0] = len(self.token_ids)
 
-    def news(self, now_s: float) -> list[Progress]:
-        """Returns the progress that was not reported yet. ``now_s`` is a time of the engine's clock."""
-        news = []
+    def report(self, now_s: float) -> int:
+        """Adds the unreported progress to the next report. ``now_s`` is a time of the engine's clock. Returns how many
+        completions have ended by themselves.
+        """
+        num_answered = 0
         for index, completion in enumerate(self.generation.completions):
             start, has_ended = self.num_reported[index], completion.finish_reason is not None
             if start is None or not (has_ended or (self.is_stream and start < len(completion.token_ids))):
@@ -115,9 +117,11 @@ class _Open:
             logprobs = None if self.generation.request.sampling.logprobs is None else completion.logprobs[start:]
             end = self._end(completion, now_s) if has_ended else None
             prompt_logprobs = self.generation.prompt_logprobs if index == start == 0 else None
-            news.append(Progress(self.number, index, completion.token_ids[start:], logprobs, end, prompt_logprobs))
+            progress = Progress(self.number, index, completion.token_ids[start:], logprobs, end, prompt_logprobs)
+            self.connection.progress.append(progress)
             self.num_reported[index] = None if has_ended else len(completion.token_ids)
-        return news
+            num_answered += completion.finish_reason in ("stop", "length")
+        return num_answered
 
     def _end(self, completion: Completion, now_s: float) -> End:
         assert completion.finish_reason is not None
@@ -132,14 +136,16 @@ class _Open:
 
 
 class EngineLoop:
-    """Runs ``engine`` for the server at the other end of ``socket``, until the server stops it or ``is_orphan()`` is
-    true. ``model`` is its name in recordings. Raises :class:`RankError` when one of the model's ranks is lost.
+    """Runs ``engine`` for the process at the other end of ``socket``, and for servers that it lets in, until that
+    process stops it or ``is_orphan()`` is true. ``model`` is its name in recordings. Raises :class:`RankError` when one
+    of the model's ranks is lost.
     """
 
     def __init__(
         self, engine: Engine, socket: zmq.Socket[bytes], *, is_orphan: Callable[[], bool], model: str = "model"
     ):
-        self._engine, self._socket, self._is_orphan = engine, socket, is_orphan
+        self._engine, self._is_orphan = engine, is_orphan
+        self._connections = Connections(socket)
         self._recordings = Recordings(engine.recorder, model)
         self._open: dict[int, _Open] = {}
         self._by_request_id: dict[int, _Open] = {}
@@ -147,12 +153,12 @@ class EngineLoop:
         self._streams: dict[int, _Open] = {}
         # Open requests without a token, by the engine's request id.
         self._without_token: dict[int, _Open] = {}
-        self._refused: list[Refused] = []
         self._ended: list[Generation] = []
         engine.answers.on_end = self._ended.append
         engine.answers.gives_text = False  # the server decodes tokens, so that no step waits for it
         self._formats = FormatThread(engine.grammars)
-        self._num_steps, self._reported_s, self._streamed_s, self._is_stopped = 0, 0.0, 0.0, False
+        self._num_steps, self._num_answered = 0, 0
+        self._reported_s, self._streamed_s, self._is_stopped = 0.0, 0.0, False
 
     def run(self) -> None:
         """Repeats until stopped: receive messages, run a step, report."""
@@ -165,52 +171,71 @@ class EngineLoop:
             if self._engine.lost is not None:
                 raise RankError(self._engine.lost)
         self._formats.close()
+        self._connections.close_all()
         self._engine.close()
 
     def _receive(self) -> None:
         """Takes all messages that have arrived. If the engine has no work, waits for one."""
         if not self._engine.has_work or self._engine.idle_s:
             idle_s = min(self._engine.idle_s, STATUS_S) if self._engine.has_work else STATUS_S
-            if self._formats.is_busy:
+            if self._formats.num_waiting:
                 idle_s = min(idle_s, _FORMAT_S)
-            self._socket.poll(math.ceil(1000 * idle_s))
-        while not self._is_stopped and has_come(self._socket):
-            message = to_engine.decode(self._socket.recv())
-            match message:
-                case Submit():
-                    self._formats.when_compiled(message.number, format_of(message), partial(self._submit, message))
-                case Cancel():
-                    self._cancel(message.number)
-                case Ask(what=what) if what == RECORDING:
-                    self._recordings.ask(message.number)
-                case Ask():
-                    self._reply(message.number, partial(ANSWERS[message.what], self._engine))
-                case Check():
-                    then = partial(self._reply, message.number, partial(self._refusal, message))
-                    self._formats.when_compiled(message.number, format_of(message), then)
-                case Stop():
-                    self._is_stopped = True
+            self._connections.wait(idle_s)
+        for connection in self._connections:
+            for message in connection.messages():
+                self._take(connection, message)
+                if self._is_stopped:
+                    return
         self._formats.proceed()
 
-    def _submit(self, message: Submit) -> None:
+    def _take(self, connection: Connection, message: ToEngine) -> None:
+        match message:
+            case Submit():
+                then = partial(self._submit, connection, message)
+                self._formats.when_compiled(message.number, format_of(message), then)
+            case Cancel():
+                self._cancel(message.number)
+            case Ask(what=what) if what == RECORDING:
+                self._recordings.ask(partial(self._reply, connection, message.number))
+            case Ask():
+                self._reply(connection, message.number, partial(ANSWERS[message.what], self._engine))
+            case Check():
+                then = partial(self._reply, connection, message.number, partial(self._refusal, message))
+                self._formats.when_compiled(message.number, format_of(message), then)
+            case Open():
+                self._reply(connection, message.number, partial(self._connections.open, message.server, message.host))
+            case Close():
+                self._close(message.server)
+            case Stop():
+                self._is_stopped = True
+
+    def _close(self, server: str) -> None:
+        """Ends the requests of a server, and the connection with it."""
+        closed = self._connections.close(server)
+        for opened in [each for each in self._open.values() if each.connection is closed]:
+            self._cancel(opened.number)
+
+    def _submit(self, connection: Connection, message: Submit) -> None:
+        if not connection.is_open:  # it was closed while the format was compiled
+            return
         try:
             generation = self._engine.submit(message.prompt_ids, unpack_sampling(message.sampling))
         except InvalidArgumentError as error:
-            self._refused.append(Refused(message.number, str(error)))
+            connection.refused.append(Refused(message.number, str(error)))
             return
         except Exception as error:  # the requests already in the engine are not affected
             _log.error("a request cannot be queued: %s", cause_of(error), exc_info=error)
             why = f"the engine failed to queue this request: {cause_of(error)}"
-            self._refused.append(Refused(message.number, why, is_failure=True))
+            connection.refused.append(Refused(message.number, why, is_failure=True))
             return
-        opened = _Open(message.number, generation, is_stream=message.is_stream)
+        opened = _Open(connection, message.number, generation, is_stream=message.is_stream)
         request_id = generation.request.request_id
         self._recordings.submitted(message.number, request_id)
         self._open[message.number] = self._by_request_id[request_id] = self._without_token[request_id] = opened
         if message.is_stream:
             self._streams[request_id] = opened
 
-    def _reply(self, number: int, find: Callable[[], Any]) -> None:
+    def _reply(self, connection: Connection, number: int, find: Callable[[], Any]) -> None:
         """Answers with the result of ``find``. If it fails, the reply says why; the process continues."""
         body, cause = msgspec.Raw(encoder.encode(None)), None
         try:
@@ -218,7 +243,7 @@ class EngineLoop:
         except Exception as error:
             cause = cause_of(error)
             _log.error("a query cannot be answered: %s", cause, exc_info=error)
-        self._send(Reply(number, body, cause))
+        connection.send(Reply(number, body, cause))
 
     def _refusal(self, asked: Check) -> str | None:
         try:
@@ -243,47 +268,46 @@ class EngineLoop:
 
     def _report(self) -> None:
         """Sends the results of the last step, recordings that are complete, and from time to time the engine's load."""
-        for number, recording in self._recordings.answered():
-            self._reply(number, recording)
+        self._recordings.proceed()
         now_s = time.monotonic()
-        is_due = now_s - self._reported_s >= STATUS_S
         begun = self._begun()
-        tokens: list[int] = []
-        progress: list[Progress] = []
         if begun or self._ended or now_s - self._streamed_s >= PACE_S or self._engine.idle_s:
-            tokens, progress = self._streamed()
+            self._report_streams()
             self._streamed_s = now_s
-        started = [opened.number for opened in begun if not opened.is_stream]
+        for opened in begun:
+            if not opened.is_stream:
+                opened.connection.started.append(opened.number)
         for generation in dict.fromkeys(self._ended):  # once, however many of its completions have ended
-            opened = self._by_request_id.get(generation.request.request_id)
-            if opened is not None:
-                progress += opened.news(self._engine.clock())
+            ended = self._by_request_id.get(generation.request.request_id)
+            if ended is not None:
+                self._num_answered += ended.report(self._engine.clock())
                 if generation.finished:
-                    self._drop(opened)
+                    self._drop(ended)
         self._ended.clear()
-        if not (tokens or progress or started or self._refused or is_due):
-            return
-        status = None
-        if is_due:
-            scheduler = self._engine.scheduler
-            status = Status(len(scheduler.running), scheduler.num_waiting, self._num_steps)
+        status = self._status() if now_s - self._reported_s >= STATUS_S else None
+        for connection in self._connections:
+            connection.report(status if connection is self._connections.parent else None)
+        if status is not None:
             self._reported_s = now_s
-        self._send(Report(tokens, progress, started, self._refused, status))
-        self._refused = []
 
-    def _streamed(self) -> tuple[list[int], list[Progress]]:
-        """Returns the progress of the running streams since their last report; see :class:`Report`."""
-        tokens: list[int] = []
+    def _status(self) -> Status:
+        scheduler = self._engine.scheduler
+        num_open = len(self._open) + self._formats.num_waiting
+        return Status(len(scheduler.running), scheduler.num_waiting, self._num_steps, num_open, self._num_answered)
+
+    def _report_streams(self) -> None:
+        """Adds the progress of the running streams to the next reports."""
         others: dict[int, _Open] = {}
         for sequence in self._engine.scheduler.running if self._streams else ():
             opened = self._streams.get(sequence.request.request_id)
             if opened is None:
                 continue
             if opened.is_plain:
-                opened.add_tokens(tokens)
+                opened.report_tokens()
             else:
                 others[opened.number] = opened
-        return tokens, [news for opened in others.values() for news in opened.news(self._engine.clock())]
+        for opened in others.values():
+            self._num_answered += opened.report(self._engine.clock())
 
     def _begun(self) -> list[_Open]:
         """Returns the requests whose first token came with the last step."""
@@ -294,9 +318,6 @@ class EngineLoop:
                 del self._without_token[sequence.request.request_id]
                 begun.append(opened)
         return begun
-
-    def _send(self, message: ToServer) -> None:
-        self._socket.send(encoder.encode(message))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The connection between a server and a replica: encrypted, and closed to all that do not have the replica's key.
+"""One end of a connection between a server and a replica or its engine, for an event loop.
 
 A replica opens a socket for each server that asks for one, and passes its address and key to the server through Ray.
 Both ends notice when the other is gone.
@@ -9,29 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import zmq
 
 from fastgen.serving.engine.messages import has_come
+from fastgen.serving.engine.remote_socket import RemoteAddress, connect, listen, remote_socket
 
-# An end that says nothing for this long, not even in answer to a heartbeat, is gone.
-_HEARTBEAT_MS, _SILENCE_MS = 2000, 10_000
 # How long a replica waits for a server that asked for a socket.
 _CONNECT_S = 10.0
-# Most bytes in one message: an answer with as many log-probabilities as a server takes has fewer.
-_MAX_MESSAGE_BYTES = 1 << 30
-_OPTIONS = {
-    zmq.LINGER: 0,
-    zmq.SNDHWM: 0,  # the queues are bounded by the requests and their answers
-    zmq.RCVHWM: 0,
-    zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES,
-    zmq.HEARTBEAT_IVL: _HEARTBEAT_MS,
-    zmq.HEARTBEAT_TIMEOUT: _SILENCE_MS,
-    zmq.HEARTBEAT_TTL: _SILENCE_MS,
-}
 # The events at the server's end that mean that there is no replica at the other.
 _FAILED = (
     zmq.EVENT_DISCONNECTED
@@ -43,21 +30,11 @@ _FAILED = (
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class LinkAddress:
-    """The address at which a replica waits for one server."""
-
-    # Such as ``tcp://10.0.0.7:40123``.
-    endpoint: str
-    # The public key of the socket (CURVE). Only those that have it can connect.
-    public_key: bytes
-
-
 class Link:
     """One end of the connection: :meth:`listen` makes the replica's, :meth:`connect` the server's.
 
-    Messages are MessagePack. ``on_message`` is called with each that comes, as ``decoder`` reads it and as it came; one
-    that cannot be read is dropped. ``on_lost`` is called once if the other end is gone or cannot be reached, and the
+    Messages are MessagePack. ``on_message`` is called with each that comes, as ``decoder`` reads it; one that cannot be
+    read is dropped. ``on_lost`` is called once if the other end is gone or cannot be reached, and the
     link is closed then. All methods belong to one event loop.
     """
 
@@ -65,38 +42,29 @@ class Link:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         decoder: msgspec.msgpack.Decoder[Any],
-        on_message: Callable[[Any, bytes], None],
+        on_message: Callable[[Any], None],
         on_lost: Callable[[], None],
     ):
         self._decoder, self._on_message, self._on_lost = decoder, on_message, on_lost
-        self._socket = context.socket(zmq.PAIR)
-        for option, value in _OPTIONS.items():
-            self._socket.setsockopt(option, value)
+        self._socket = remote_socket(context)
         self._loop = asyncio.get_running_loop()
         self._monitor: zmq.Socket[bytes] | None = None
         # Whether a message could be sent.
         self._is_connected = False
         self._will_receive = False
 
-    def listen(self, host: str) -> LinkAddress:
+    def listen(self, host: str) -> RemoteAddress:
         """Waits for one server at ``host``, an address of this machine that the server's machine reaches."""
-        public_key, secret_key = zmq.curve_keypair()
-        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        address = listen(self._socket, host)
         self._loop.call_later(_CONNECT_S, self._give_up)
         self._begin()
-        return LinkAddress(f"tcp://{host}:{port}", public_key)
+        return address
 
-    def connect(self, address: LinkAddress) -> None:
-        """Connects to the replica at ``address``. Messages can be sent at once."""
-        public_key, secret_key = zmq.curve_keypair()
-        self._socket.setsockopt(zmq.CURVE_SERVERKEY, address.public_key)
-        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, public_key)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
+    def connect(self, address: RemoteAddress) -> None:
+        """Connects to the other end at ``address``. Messages can be sent at once."""
         self._monitor = self._socket.get_monitor_socket(_FAILED)
         self._loop.add_reader(self._monitor.fileno(), self._take_failure)
-        self._socket.connect(address.endpoint)
+        connect(self._socket, address)
         self._loop.call_soon(self._take_failure)  # descriptors signal changes only
         self._begin()
 
@@ -116,7 +84,7 @@ class Link:
         # The descriptor signals changes only, and sending may have consumed a signal.
         if not self._will_receive:
             self._will_receive = True
-            self._loop.call_soon(self._receive)
+            self._loop.call_soon(self.receive)
 
     def close(self) -> None:
         """Closes this end. The other one notices, and ``on_lost`` of this one is not called any more."""
@@ -130,14 +98,15 @@ class Link:
         self._socket.close()
 
     def _begin(self) -> None:
-        self._loop.add_reader(self._socket.fileno(), self._receive)
-        self._loop.call_soon(self._receive)  # descriptors signal changes only
+        self._loop.add_reader(self._socket.fileno(), self.receive)
+        self._loop.call_soon(self.receive)  # descriptors signal changes only
 
     def _take_failure(self) -> None:
         if self._monitor is not None and not self._monitor.closed and has_come(self._monitor):
             self._lose()
 
-    def _receive(self) -> None:
+    def receive(self) -> None:
+        """Takes all messages that have come."""
         self._will_receive = False
         while not self._socket.closed and has_come(self._socket):
             encoded = self._socket.recv()
@@ -146,7 +115,7 @@ class Link:
             except msgspec.DecodeError as error:
                 _log.error("a message between a server and a replica cannot be read and is dropped: %s", error)
                 continue
-            self._on_message(message, encoded)
+            self._on_message(message)
 
     def _give_up(self) -> None:
         if not self._is_connected:
@@ -154,6 +123,6 @@ class Link:
 
     def _lose(self) -> None:
         if not self._socket.closed:
-            self._receive()  # the last messages of the other end
+            self.receive()  # the last messages of the other end
             self.close()
             self._on_lost()

@@ -1,4 +1,8 @@
-"""The replicas that a server uses: linked when they come, watched, and forgotten when they are gone."""
+"""The replicas that a server uses: linked when they come, watched, and forgotten when they are gone.
+
+A replica has two links: one with its actor, which reports where its engine waits, and one with that engine, over which
+requests go. The second is made anew whenever there is another engine.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,11 @@ import zmq
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.routing import make_router
 from fastgen.serving.engine.messages import EngineFacts, Status
+from fastgen.serving.engine.remote_socket import RemoteAddress
 from fastgen.serving.engine.request import EngineWatcher
 from fastgen.serving.replicas.handle import RAY_ERRORS, ReplicaHandle
 from fastgen.serving.replicas.link import Link
-from fastgen.serving.replicas.messages import AttachAnswer, Attached, Beat, FromReplica, from_replica
+from fastgen.serving.replicas.messages import AttachAnswer, Attached, Beat, FromEngine, beat_decoder, from_engine
 from fastgen.serving.replicas.routing_table import RoutingTable
 from fastgen.version import __version__
 
@@ -33,6 +38,9 @@ LOST_S = 10.0
 # A replica that Ray Serve no longer lists still gets requests for this long, if there is no other: in a rolling update
 # the new server is not ready yet.
 KEEP_S = 10.0
+# How long the link with an engine may be lost before all of its replica counts as lost. If the engine has ended, the
+# replica says so before.
+_APART_S = 2.0
 # How long a replica may take to answer a server that wants to be attached. One that takes longer hangs.
 _ATTACH_S = 10.0
 
@@ -44,25 +52,47 @@ class Replica:
     id: str
     host: str
     facts: EngineFacts
+    # The link with its actor.
     link: Link
+    # The link with its engine. Without one it gets no requests.
+    engine: Link | None = None
+    # Where the engine that it had last waits for this server.
+    address: RemoteAddress | None = None
+    # For how long the link with the engine is lost, though it did not end.
+    apart_s: float = 0.0
     # For how long it was not heard.
     silent_s: float = 0.0
     # For how long Ray Serve has not listed it.
     unlisted_s: float = 0.0
     # How often its engine was restarted.
     num_restarts: int = 0
-    # Whether its engine accepts requests.
-    is_ready: bool = False
     status: Status = field(default_factory=lambda: Status(0, 0, 0))
     # The number of this server's requests and questions in it.
     num_requests: int = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Returns whether its engine accepts requests."""
+        return self.engine is not None
+
+    def send(self, encoded: bytes) -> None:
+        """Sends a message to its engine. It is dropped while there is none."""
+        if self.engine is not None:
+            self.engine.send(encoded)
+
+    def close(self) -> None:
+        """Closes both links."""
+        self.link.close()
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
 
 
 class Membership:
     """Keeps links with the replicas of one ``generation`` behind ``handle``, and makes the router of ``routes`` by its
     name. During a rolling update there are replicas of another one, which may have another model and get no requests.
 
-    ``on_message`` is called with what a replica sends of requests and questions, and ``on_lost`` with a replica whose
+    ``on_message`` is called with what an engine sends of requests and questions, and ``on_lost`` with a replica whose
     requests are lost. A replica that Ray Serve no longer lists gets no more requests once there is another, and its
     link remains until those in it have ended. One that hangs is killed then: Ray Serve would let it have its time to
     finish. All methods belong to one event loop.
@@ -77,7 +107,7 @@ class Membership:
         *,
         generation: str,
         router: str,
-        on_message: Callable[[Replica, FromReplica], None],
+        on_message: Callable[[FromEngine], None],
         on_lost: Callable[[Replica], None],
     ):
         self._handle, self._server, self._routes, self._watcher = handle, server, routes, watcher
@@ -95,7 +125,7 @@ class Membership:
         self._away: dict[str, int] = {}
         # How often a replica was lost, and engines of replicas were restarted.
         self.num_restarts = 0
-        # The properties of the first engine; all have the same.
+        # The properties of the first engine that was ready; all have the same.
         self.facts: asyncio.Future[EngineFacts] = asyncio.get_running_loop().create_future()
         # Why replicas can never be used.
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -130,7 +160,7 @@ class Membership:
         """Closes the link of a replica that gets no more requests and has none."""
         if replica in self._leaving and not replica.num_requests:
             self._leaving.remove(replica)
-            replica.link.close()
+            replica.close()
             self._watcher.engine_ended(replica.id)
 
     async def discover(self) -> None:
@@ -157,8 +187,11 @@ class Membership:
                 if replica.silent_s > SILENT_S and replica.id not in self._routes.silent:
                     _log.warning("replica %s was not heard for %.1f s", replica.id, replica.silent_s)
                 if replica.silent_s > LOST_S:
-                    replica.link.close()
                     self._hanging.add(replica.id)
+                    self._lose(replica)
+                is_apart = replica.engine is None and replica.address is not None
+                replica.apart_s = replica.apart_s + passed_s if is_apart else 0.0
+                if replica.apart_s > _APART_S:
                     self._lose(replica)
             self._let_go()
             self._update_routes()
@@ -175,7 +208,7 @@ class Membership:
             task.cancel()
             await asyncio.wait({task})
         for replica in (*self.replicas.values(), *self._leaving):
-            replica.link.close()
+            replica.close()
         self._context.term()
 
     # --- the end of a replica
@@ -194,7 +227,9 @@ class Membership:
             self._routes.router.forget(replica.id)
 
     def _lose(self, replica: Replica) -> None:
-        """Takes the requests from a replica whose link is closed. It is attached again if it still exists."""
+        """Takes the requests from a replica that is lost. It is attached again if it still exists."""
+        self._part(replica)
+        replica.close()
         if replica in self._leaving:
             self._leaving.remove(replica)
         elif self.replicas.get(replica.id) is replica:
@@ -209,7 +244,6 @@ class Membership:
             self._watcher.engine_ended(replica.id)
             if replica.id in self._hanging:
                 self._kill(replica.id)
-        self._on_lost(replica)
 
     def _kill(self, id: str) -> None:
         self._hanging.remove(id)
@@ -257,47 +291,68 @@ class Membership:
             self._others.add(id)
             _log.info("replica %s on %s was deployed with other arguments, and is left to another server", id, host)
             return
-        facts = attached.facts
         if self._routes.router is None:
+            facts = attached.facts
             self._routes.router = make_router(self._router, block_size=facts.block_size, num_blocks=facts.num_blocks)
 
-        def take(message: FromReplica, encoded: bytes) -> None:
-            self._take(replica, message)
+        def take(beat: Beat) -> None:
+            self._take_beat(replica, beat)
 
-        link = Link(self._context, from_replica, take, lambda: self._lose(replica))
+        link = Link(self._context, beat_decoder, take, lambda: self._lose(replica))
+        self.replicas[id] = replica = Replica(id, host, attached.facts, link, num_restarts=self._away.pop(id, 0))
         try:
             link.connect(attached.address)
+            self._take_beat(replica, attached.state)
         except BaseException:
-            link.close()
+            self._away[id] = replica.num_restarts
+            del self.replicas[id]
+            replica.close()
             raise
-        self.replicas[id] = replica = Replica(id, host, facts, link, num_restarts=self._away.pop(id, 0))
-        self._take_beat(replica, attached.state)
-        if not self.facts.done():
-            self.facts.set_result(facts)
         _log.info("replica %s on %s is attached; %d are", id, host, len(self.replicas))
 
-    # --- what a replica sends
-
-    def _take(self, replica: Replica, message: FromReplica) -> None:
-        replica.silent_s = 0.0
-        if isinstance(message, Beat):
-            self._take_beat(replica, message)
-        else:
-            self._on_message(replica, message)
+    # --- the state of a replica
 
     def _take_beat(self, replica: Replica, beat: Beat) -> None:
-        was_ready, num_restarts = replica.is_ready, beat.num_restarts - replica.num_restarts
-        if num_restarts or (replica.is_ready and not beat.is_ready):
-            self.num_restarts += num_restarts
+        replica.silent_s = 0.0
+        if beat.num_restarts != replica.num_restarts or (beat.engine is None and replica.address is not None):
+            self._part(replica)
             self._watcher.engine_ended(replica.id)
-            self._empty(replica)
-            replica.is_ready = False
-        if beat.is_ready and not replica.is_ready and replica not in self._leaving:
-            self._watcher.engine_ready(replica.facts, replica.id)
-        replica.status, replica.num_restarts, replica.is_ready = beat.status, beat.num_restarts, beat.is_ready
+            self.num_restarts += beat.num_restarts - replica.num_restarts
+            replica.num_restarts, replica.address = beat.num_restarts, None
+        if beat.engine is not None and beat.engine != replica.address:
+            self._meet(replica, beat.engine)
+        replica.status = beat.status
         metrics = msgspec.msgpack.decode(beat.metrics, type=Metrics | None)
-        if metrics is not None and beat.is_ready:
+        if metrics is not None and replica.is_ready:
             self._watcher.engine_counted(metrics, replica.id)
-        if beat.is_ready != was_ready:
-            self._let_go()
-            self._update_routes()
+
+    def _meet(self, replica: Replica, address: RemoteAddress) -> None:
+        """Links the engine of a replica with this server, and uses it from then on."""
+        self._part(replica)
+        engine = Link(self._context, from_engine, self._on_message, lambda: self._part(replica))
+        try:
+            engine.connect(address)
+        except BaseException:
+            engine.close()
+            raise
+        replica.engine, replica.address = engine, address
+        if replica not in self._leaving:
+            self._watcher.engine_ready(replica.facts, replica.id)
+        if not self.facts.done():
+            self.facts.set_result(replica.facts)
+        self._let_go()
+        self._update_routes()
+
+    def _part(self, replica: Replica) -> None:
+        """Takes the requests from the engine of a replica, which has ended or cannot be reached."""
+        if (engine := replica.engine) is None:
+            return
+        engine.receive()
+        if replica.engine is None:  # its last message has let the replica go
+            return
+        engine.close()
+        replica.engine = None
+        self._update_routes()
+        self._empty(replica)
+        self._watcher.engine_away(replica.id)
+        self._on_lost(replica)

@@ -1,8 +1,4 @@
-"""The messages between a server and a replica, as MessagePack.
-
-Those to the replica are a server's messages to its engine, and the engine's own reports and replies come back as they
-are. A server gives each request and question a number that no other server uses.
-"""
+"""What a replica tells servers, as MessagePack. Requests do not pass through it: a server sends them to its engine."""
 
 from __future__ import annotations
 
@@ -10,8 +6,8 @@ from typing import TypedDict
 
 import msgspec
 
-from fastgen.serving.engine.messages import Ask, Cancel, Check, EngineFacts, Reply, Report, Status, Submit
-from fastgen.serving.replicas.link import LinkAddress
+from fastgen.serving.engine.messages import EngineFacts, Reply, Report, Status
+from fastgen.serving.engine.remote_socket import RemoteAddress
 
 
 class AttachAnswer(TypedDict):
@@ -25,10 +21,11 @@ class AttachAnswer(TypedDict):
     attached: bytes
 
 
-class Beat(msgspec.Struct, tag="beat", array_like=True):
-    """The state of a replica, sent about twice a second, also as a sign of life."""
+class Beat(msgspec.Struct, array_like=True):
+    """The state of a replica, sent to a server about twice a second, also as a sign of life."""
 
-    is_ready: bool
+    # Where its engine waits for this server. ``None`` while there is no engine; another one has another address.
+    engine: RemoteAddress | None
     status: Status
     # The counters of the engine up to now, a ``Metrics``; nil where it has not answered yet.
     metrics: msgspec.Raw
@@ -38,21 +35,13 @@ class Beat(msgspec.Struct, tag="beat", array_like=True):
 class Attached(msgspec.Struct, array_like=True):
     """A link that a replica has opened, and the replica's state."""
 
-    address: LinkAddress
+    address: RemoteAddress
     # Which servers it is for; see :func:`~fastgen.serving.replicas.settings.generation_of`.
     generation: str
     facts: EngineFacts
     state: Beat
 
 
-class Lost(msgspec.Struct, tag="lost", array_like=True):
-    """Requests and questions that the engine has not taken, or has ended with."""
-
-    numbers: list[int]
-    error: str
-
-
-ToReplica = Submit | Cancel | Ask | Check
-to_replica = msgspec.msgpack.Decoder(ToReplica)
-FromReplica = Report | Reply | Beat | Lost
-from_replica = msgspec.msgpack.Decoder(FromReplica)
+beat_decoder = msgspec.msgpack.Decoder(Beat)
+FromEngine = Report | Reply
+from_engine = msgspec.msgpack.Decoder(FromEngine)

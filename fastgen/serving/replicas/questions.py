@@ -27,15 +27,11 @@ class Questions:
         self._open[message.number] = replica, answer
         replica.num_requests += 1
         try:
-            replica.link.send(encoder.encode(message))
+            replica.send(encoder.encode(message))
             return await answer
         finally:
             del self._open[message.number]
             replica.num_requests -= 1
-
-    def sent_to(self, replica: Replica) -> list[int]:
-        """Returns the numbers of the questions that ``replica`` has not answered."""
-        return [number for number, (asked, _) in self._open.items() if asked is replica]
 
     def take(self, reply: Reply) -> None:
         """Takes an answer. One to a question that is no longer open is ignored."""
@@ -44,9 +40,11 @@ class Questions:
         elif (answer := self._answer_to(reply.number)) is not None:
             answer.set_result(reply.body)
 
-    def lose(self, number: int, why: str) -> None:
-        """Ends a question that gets no answer."""
-        self._fail(number, EngineDiedError(why))
+    def lose(self, replica: Replica, why: str) -> None:
+        """Ends the questions that ``replica`` has not answered."""
+        for number, (asked, _) in self._open.items():
+            if asked is replica:
+                self._fail(number, EngineDiedError(why))
 
     def fail_all(self, failure: Exception) -> None:
         """Ends all questions with ``failure``."""

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
@@ -29,7 +29,6 @@ from fastgen.serving.engine.messages import (
     Check,
     EngineFacts,
     Reply,
-    Report,
     Status,
     Submit,
     encoder,
@@ -41,7 +40,7 @@ from fastgen.serving.engine.supervisor import State
 from fastgen.serving.refusals import EngineDiedError, RefusedError, UnavailableError
 from fastgen.serving.replicas.handle import ReplicaHandle
 from fastgen.serving.replicas.membership import Membership, Replica
-from fastgen.serving.replicas.messages import FromReplica, Lost
+from fastgen.serving.replicas.messages import FromEngine
 from fastgen.serving.replicas.questions import Questions
 from fastgen.serving.replicas.routing_table import RoutingTable
 
@@ -333,14 +332,14 @@ class ReplicaSet:
             self._handle.began(replica.id)
             self._remember(number, replica.id)
             self._watcher.request_routed(request, replica.id)
-            replica.link.send(encoder.encode(message))
+            replica.send(encoder.encode(message))
             return await run.outcome
         finally:
             del self._runs[number]
             self._routes.remove(number)
             if (used := run.replica) is not None:
                 if run.outcome.cancelled():
-                    used.link.send(encoder.encode(Cancel(number)))
+                    used.send(encoder.encode(Cancel(number)))
                 used.num_requests -= 1
                 self._handle.ended(used.id)
                 self._members.left(used)
@@ -373,9 +372,7 @@ class ReplicaSet:
 
     async def _reply_to(self, message: Ask | Check, target: str | None) -> msgspec.Raw:
         """Sends a question to ``target``, by default the first replica that is ready, and returns its answer."""
-        replica = next(
-            (one for one in self.replicas.values() if (one.is_ready if target is None else one.id == target)), None
-        )
+        replica = next((one for one in self.replicas.values() if one.is_ready and target in (None, one.id)), None)
         if replica is None:
             raise UnavailableError("this replica is not there now; try again in a moment")
         assert self._members is not None
@@ -391,37 +388,29 @@ class ReplicaSet:
             assert self._members is not None
             self._members.changed(ids)
 
-    def _take(self, replica: Replica, message: FromReplica) -> None:
-        """Takes a message about requests and questions."""
-        match message:
-            case Report():
-                self._requests.take(message)
-                for progress in message.progress:
-                    if progress.end is not None:
-                        self._end_if_answered(progress.number)
-                for refused in message.refused:
-                    self._end_if_answered(refused.number)
-            case Reply():
-                self._questions.take(message)
-            case Lost():
-                self._fail(message.numbers, message.error)
+    def _take(self, message: FromEngine) -> None:
+        """Takes what an engine sends of requests and questions."""
+        if isinstance(message, Reply):
+            self._questions.take(message)
+            return
+        self._requests.take(message)
+        for progress in message.progress:
+            if progress.end is not None:
+                self._end_if_answered(progress.number)
+        for refused in message.refused:
+            self._end_if_answered(refused.number)
 
     def _end_if_answered(self, number: int) -> None:
         if (run := self._runs.get(number)) is not None and not (run.request.num_open and run.request in self._requests):
             run.end(None)
 
     def _lost(self, replica: Replica) -> None:
-        """Ends the wait for all that ``replica`` has yet to answer."""
-        numbers = [number for number, run in self._runs.items() if run.replica is replica]
-        error = f"replica {replica.id} ended while this request was in it"
-        self._fail([*numbers, *self._questions.sent_to(replica)], error)
-
-    def _fail(self, numbers: Iterable[int], error: str) -> None:
-        for number in numbers:
-            if (run := self._runs.get(number)) is not None:
+        """Ends the wait for all that the engine of ``replica`` has yet to answer."""
+        error = f"the engine of replica {replica.id} ended while this request was in it"
+        for run in self._runs.values():
+            if run.replica is replica:
                 run.end(error)
-            else:
-                self._questions.lose(number, error)
+        self._questions.lose(replica, error)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:

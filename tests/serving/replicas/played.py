@@ -21,17 +21,20 @@ from fastgen.serving.engine.messages import (
     Check,
     End,
     EngineFacts,
+    FromServer,
     Progress,
     Reply,
     Report,
     Status,
     Submit,
     encoder,
+    from_server,
 )
+from fastgen.serving.engine.remote_socket import RemoteAddress
 from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.replicas.link import Link
-from fastgen.serving.replicas.messages import AttachAnswer, Attached, Beat, FromReplica, Lost, ToReplica, to_replica
+from fastgen.serving.replicas.messages import AttachAnswer, Attached, Beat, FromEngine, beat_decoder
 from fastgen.serving.replicas.replica_set import ReplicaSet
 from fastgen.serving.replicas.routing_table import RoutingTable
 from fastgen.version import __version__
@@ -50,7 +53,10 @@ class PlayedReplica:
         self, name: str, version: str = __version__, *, generation: str = GENERATION, facts: EngineFacts = FACTS
     ):
         self.name, self.version, self.generation, self.facts = name, version, generation, facts
+        # The links of the actor and of the engine, by their servers.
         self.links: dict[str, Link] = {}
+        self.engines: dict[str, Link] = {}
+        self.addresses: dict[str, RemoteAddress] = {}
         # The requests that it was sent, by their numbers, and those that were cancelled.
         self.taken: dict[int, Submit] = {}
         self.cancelled: list[int] = []
@@ -58,8 +64,8 @@ class PlayedReplica:
         self.num_asked = 0
         # Whether it does nothing at all, as a suspended process.
         self.is_silent = False
-        # Its state as it is attached.
-        self.state = Beat(True, Status(0, 0, 0), msgspec.Raw(encoder.encode(None)), 0)
+        # Whether it has an engine, and how often that was restarted.
+        self.is_ready, self.num_restarts = True, 0
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     async def attach(self, server: str) -> AttachAnswer:
@@ -68,18 +74,38 @@ class PlayedReplica:
             await asyncio.sleep(WAIT_S)
         if (before := self.links.pop(server, None)) is not None:
             before.close()
+            self._close_engine(server)
 
         def lost() -> None:
             if self.links.get(server) is link:
                 del self.links[server]
+                self._close_engine(server)
 
-        self.links[server] = link = Link(self.context, to_replica, self._take, lost)
-        attached = encoder.encode(Attached(link.listen("127.0.0.1"), self.generation, self.facts, self.state))
+        self.links[server] = link = Link(self.context, beat_decoder, lambda message: None, lost)
+        address = link.listen("127.0.0.1")
+        state = msgspec.structs.replace(self._state(server, None), status=Status(0, 0, 0))
+        attached = encoder.encode(Attached(address, self.generation, self.facts, state))
         if self.version != __version__:
             attached = b"in another layout"
         return {"version": self.version, "host": f"host of {self.name}", "attached": attached}
 
-    def _take(self, message: ToReplica, encoded: bytes) -> None:
+    def _state(self, server: str, metrics: Metrics | None) -> Beat:
+        """Returns what the replica tells ``server``. Its engine waits for it from then on, if there is one."""
+        if self.is_ready and server not in self.engines:
+            self.engines[server] = Link(self.context, from_server, self._take, lambda: None)
+            self.addresses[server] = self.engines[server].listen("127.0.0.1")
+        if not self.is_ready:
+            self._close_engine(server)
+        return Beat(
+            self.addresses.get(server), Status(1, 2, 3), msgspec.Raw(encoder.encode(metrics)), self.num_restarts
+        )
+
+    def _close_engine(self, server: str) -> None:
+        self.addresses.pop(server, None)
+        if (engine := self.engines.pop(server, None)) is not None:
+            engine.close()
+
+    def _take(self, message: FromServer) -> None:
         match message:
             case Submit():
                 self.taken[message.number] = message
@@ -93,13 +119,17 @@ class PlayedReplica:
             case Check():
                 self.send(Reply(message.number, msgspec.Raw(encoder.encode(None)), "cannot be checked"))
 
-    def send(self, message: FromReplica) -> None:
-        for link in self.links.values():
-            link.send(encoder.encode(message))
+    def send(self, message: FromEngine) -> None:
+        for engine in self.engines.values():
+            engine.send(encoder.encode(message))
 
-    def beat(self, *, is_ready: bool = True, num_restarts: int = 0, metrics: Metrics | None = None) -> None:
-        if not self.is_silent:
-            self.send(Beat(is_ready, Status(1, 2, 3), msgspec.Raw(encoder.encode(metrics)), num_restarts))
+    def beat(self, *, is_ready: bool = True, num_restarts: int | None = None, metrics: Metrics | None = None) -> None:
+        if self.is_silent:
+            return
+        self.is_ready = is_ready
+        self.num_restarts = self.num_restarts if num_restarts is None else num_restarts
+        for server, link in list(self.links.items()):
+            link.send(encoder.encode(self._state(server, metrics)))
 
     def give(self, number: int, *token_ids: int) -> None:
         """Sends the next tokens of a stream."""
@@ -110,14 +140,16 @@ class PlayedReplica:
         end = msgspec.structs.replace(ENDED, reason=reason)
         self.send(Report([], [Progress(number, index, list(token_ids), None, end)], [], [], None))
 
-    def lose(self, *numbers: int) -> None:
-        """Reports that its engine has ended with these requests in it."""
-        self.send(Lost(list(numbers), "the engine's process was ended"))
+    def restart(self) -> None:
+        """Has another engine, without the requests of the one before."""
+        self.beat(is_ready=False)
+        self.beat(num_restarts=self.num_restarts + 1)
 
     def close(self) -> None:
         """Ends, as a killed actor does."""
-        for link in self.links.values():
+        for server, link in self.links.items():
             link.close()
+            self._close_engine(server)
         self.links.clear()
 
 
@@ -226,12 +258,16 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def until_linked(found: ReplicaSet, *replicas: PlayedReplica) -> None:
-    """Waits until the set hears what these replicas send."""
+    """Waits until the set hears what these replicas and their engines send."""
 
     def are_heard() -> bool:
         for replica in replicas:
             replica.beat()
-        return all(found.replicas[replica.name].status.num_steps for replica in replicas)
+            replica.send(Report([], [], [], [], None))
+        engines = [engine for replica in replicas for engine in replica.engines.values()]
+        return all(found.replicas[replica.name].status.num_steps for replica in replicas) and all(
+            engine._is_connected for engine in engines
+        )
 
     await until(are_heard)
 

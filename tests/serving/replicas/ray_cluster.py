@@ -47,9 +47,9 @@ class RayCluster:
         return applications
 
     def machines(self) -> list[str]:
-        """Returns the addresses of the machines in the cluster."""
+        """Returns the addresses of the machines in the cluster. One that has just joined may have none yet."""
         found = self._asked("/nodes?view=summary")["data"]["summary"]
-        return [each["ip"] for each in found if each["raylet"].get("state") == "ALIVE"]
+        return [each["ip"] for each in found if each["raylet"].get("state") == "ALIVE" and "ip" in each]
 
     def _asked(self, path: str) -> dict[str, Any]:
         headers = {"authorization": f"Bearer {self.environment['RAY_AUTH_TOKEN']}"}

@@ -11,10 +11,11 @@ import msgspec
 import pytest
 import zmq
 
-from fastgen.serving.engine.messages import Cancel, Report, Status, Submit, encoder
+from fastgen.serving.engine.messages import Cancel, Reply, Report, Submit, encoder, from_server
+from fastgen.serving.engine.remote_socket import RemoteAddress
 from fastgen.serving.replicas import link
-from fastgen.serving.replicas.link import Link, LinkAddress
-from fastgen.serving.replicas.messages import Beat, from_replica, to_replica
+from fastgen.serving.replicas.link import Link
+from fastgen.serving.replicas.messages import from_engine
 from tests.serving.replicas.played import until
 
 REPORT = Report([7, 42], [], [], [], None)
@@ -43,13 +44,13 @@ def an_end(context: zmq.Context[zmq.Socket[bytes]], decoder: msgspec.msgpack.Dec
     def lost() -> None:
         end.num_lost += 1
 
-    end = End(Link(context, decoder, lambda message, _: end.got.append(message), lost))
+    end = End(Link(context, decoder, lambda message: end.got.append(message), lost))
     return end
 
 
-def both_ends(context: zmq.Context[zmq.Socket[bytes]]) -> tuple[End, End, LinkAddress]:
+def both_ends(context: zmq.Context[zmq.Socket[bytes]]) -> tuple[End, End, RemoteAddress]:
     """Returns the server's end and the replica's, connected."""
-    replica, server = an_end(context, to_replica), an_end(context, from_replica)
+    replica, server = an_end(context, from_server), an_end(context, from_engine)
     address = replica.link.listen("127.0.0.1")
     server.link.connect(address)
     return server, replica, address
@@ -62,12 +63,12 @@ def test_messages_arrive_in_their_order_at_both_ends() -> None:
             server.link.send(encoder.encode(SUBMIT))  # at once: it waits until the link is made
             server.link.send(encoder.encode(Cancel(7)))
             await until(lambda: len(replica.got) == 2)
-            beat = Beat(True, Status(1, 2, 3), msgspec.Raw(encoder.encode(None)), 4)
+            reply = Reply(7, msgspec.Raw(encoder.encode(None)), None)
             replica.link.send(encoder.encode(REPORT))
-            replica.link.send(encoder.encode(beat))
+            replica.link.send(encoder.encode(reply))
             await until(lambda: len(server.got) == 2)
             assert replica.got == [SUBMIT, Cancel(7)]
-            assert server.got == [REPORT, beat]
+            assert server.got == [REPORT, reply]
             server.link.close()
             replica.link.close()
             assert (server.num_lost, replica.num_lost) == (0, 0)
@@ -93,10 +94,10 @@ def test_what_cannot_be_read_is_dropped() -> None:
 def test_a_replica_takes_nothing_without_its_key_and_one_server_only() -> None:
     async def test() -> None:
         with zmq.Context() as context:
-            replica, server = an_end(context, to_replica), an_end(context, from_replica)
+            replica, server = an_end(context, from_server), an_end(context, from_engine)
             address = replica.link.listen("127.0.0.1")
             other_key, _ = zmq.curve_keypair()
-            stranger, second = an_end(context, from_replica), an_end(context, from_replica)
+            stranger, second = an_end(context, from_engine), an_end(context, from_engine)
             stranger.link.connect(replace(address, public_key=other_key))
             stranger.link.send(encoder.encode(Cancel(1)))
             plain = context.socket(zmq.PAIR)
@@ -152,7 +153,7 @@ def test_a_server_that_never_comes_and_a_replica_that_is_not_there_are_given_up(
 
     async def test() -> None:
         with zmq.Context() as context:
-            replica, server = an_end(context, to_replica), an_end(context, from_replica)
+            replica, server = an_end(context, from_server), an_end(context, from_engine)
             address = replica.link.listen("127.0.0.1")
             await until(lambda: replica.num_lost)
             server.link.connect(address)

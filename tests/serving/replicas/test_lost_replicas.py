@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 
 import httpx2
@@ -14,10 +15,9 @@ import pytest
 
 import fastgen
 from tests.serving.replicas.processes import started_by
-from tests.serving.replicas.test_served_replicas import BODY, REPLICA, WAIT_S, text_of, until_ready
+from tests.serving.replicas.test_served_replicas import BODY, ENGINE, REPLICA, WAIT_S, text_of, until_ready
 from tests.serving.server_process import ServerProcess, served
 
-ENGINE = "fastgen.serving.engine.process"
 NUM_KILLS, NUM_REQUESTS, NUM_TOKENS = 10, 100, 120
 
 
@@ -79,12 +79,14 @@ def test_no_request_is_lost_that_had_not_begun_to_stream(replicas: ServerProcess
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("with_engine", [False, True])
 def test_a_replica_that_hangs_is_replaced_and_its_requests_are_answered(
-    replicas: ServerProcess, llm: fastgen.LLM
+    replicas: ServerProcess, llm: fastgen.LLM, with_engine: bool
 ) -> None:
     until_ready(replicas, 2)
     hanging = started_by(replicas.process.pid, REPLICA)[0]
-    os.kill(hanging, signal.SIGSTOP)
+    for pid in (*(started_by(hanging, ENGINE) if with_engine else ()), hanging):
+        os.kill(pid, signal.SIGSTOP)
     prompts = [f"The dog had {number} bones" for number in range(12)]
 
     async def run() -> list[httpx2.Response]:
@@ -96,5 +98,8 @@ def test_a_replica_that_hangs_is_replaced_and_its_requests_are_answered(
     got = asyncio.run(run())
     sampling = fastgen.SamplingParams(temperature=0.0, max_new_tokens=24)
     assert [text_of(each) for each in got] == [output.text for output in llm.generate(prompts, sampling)]
+    deadline_s = time.monotonic() + WAIT_S
+    while hanging in started_by(replicas.process.pid, REPLICA):
+        assert time.monotonic() < deadline_s, "the replica that hangs was not replaced"
+        time.sleep(0.5)
     until_ready(replicas, 2)
-    assert hanging not in started_by(replicas.process.pid, REPLICA)

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import msgspec
 import pytest
 import zmq
 
 from fastgen.errors import FastgenError
+from fastgen.serving.engine.remote_socket import RemoteAddress
 from fastgen.serving.refusals import UnavailableError
 from fastgen.serving.replicas import membership
-from fastgen.serving.replicas.link import Link, LinkAddress
+from fastgen.serving.replicas.link import Link
 from fastgen.serving.replicas.messages import AttachAnswer
+from fastgen.serving.replicas.replica_set import ReplicaSet
 from tests.serving.replicas.played import (
+    GENERATION,
+    WAIT_S,
+    Noted,
+    PlayedHandle,
     PlayedReplica,
     played_set,
     run,
@@ -138,7 +144,7 @@ def test_the_last_replica_is_used_until_another_is_ready_or_it_takes_too_long(
             request = submit(replicas)
             assert await where(request, a) is a
             if next_comes:
-                b.state = msgspec.structs.replace(b.state, is_ready=False)
+                b.is_ready = False
                 handle.add(b)
                 await until(lambda: "b" in replicas.replicas)
                 assert await where(submit(replicas), a, b) is a
@@ -173,6 +179,71 @@ def test_a_replica_whose_link_is_lost_is_attached_again() -> None:
     run(test)
 
 
+def test_a_replica_whose_engine_cannot_be_reached_loses_its_requests_and_is_attached_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(membership, "_APART_S", 0.1)
+
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b) as (replicas, handle, noted):
+            with beating(a, b):
+                request = submit(replicas)
+                first = await where(request, a, b)
+                other, first_number = (b if first is a else a), request.number
+                (engine,) = first.engines.values()
+                engine.close()  # the connection, while the actor still names its address
+                assert await where(request, other) is other
+                assert request.number != first_number
+                assert not replicas.replicas[first.name].is_ready
+                other.finish(request.number, 6)
+                assert await whole(request) == [6]
+                await until(lambda: first.num_asked == 2)
+                await until(lambda: len(replicas.replicas) == 2 and replicas.replicas[first.name].is_ready)
+                assert {await where(submit(replicas), a, b) for _ in range(2)} == {a, b}
+                assert handle.killed == []
+                assert ("ended", first.name) not in noted.notes  # its counters go on
+
+    run(test)
+
+
+def test_a_server_starts_once_a_replica_has_an_engine() -> None:
+    async def test() -> None:
+        a = PlayedReplica("a")
+        a.is_ready = False
+        handle = PlayedHandle(a)
+        replicas = ReplicaSet(handle, Noted(), generation=GENERATION, router="least_tokens")
+        starting = asyncio.create_task(replicas.start())
+        async with asyncio.timeout(WAIT_S):
+            await until(lambda: "a" in replicas.replicas)
+            assert (replicas.state, replicas.facts, starting.done()) == ("starting", None, False)
+            with beating(a):
+                assert await starting == a.facts
+                assert replicas.state == "ready"
+                await where(submit(replicas), a)
+            await replicas.stop()
+        a.close()
+        a.context.term()
+
+    run(test)
+
+
+def test_the_last_tokens_of_an_engine_that_ends_are_taken() -> None:
+    async def test() -> None:
+        a = PlayedReplica("a")
+        async with played_set(a) as (replicas, _, _noted):
+            request = submit(replicas)
+            await where(request, a)
+            a.finish(request.number, 5)
+            time.sleep(0.2)  # it arrives, and the loop has yet to look
+            members = replicas._members
+            assert members is not None
+            members._part(replicas.replicas["a"])
+            assert await whole(request) == [5]
+
+    run(test)
+
+
 def test_a_replica_is_attached_after_errors_that_nothing_foresees(monkeypatch: pytest.MonkeyPatch) -> None:
     errors: list[zmq.ZMQError] = []
 
@@ -182,7 +253,7 @@ def test_a_replica_is_attached_after_errors_that_nothing_foresees(monkeypatch: p
                 raise errors.pop()
             return await super().attach(server)
 
-    def connect(self: Link, address: LinkAddress) -> None:
+    def connect(self: Link, address: RemoteAddress) -> None:
         if errors:
             raise errors.pop()
         connects(self, address)

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from msgspec.structs import replace
 
 from fastgen.runtime.metrics import Histogram, Metrics
 from fastgen.serving.engine.messages import Reply, Status, encoder
@@ -19,6 +18,7 @@ from tests.serving.replicas.played import Noted, PlayedReplica, played_set, run,
 
 pytestmark = pytest.mark.usefixtures("quick")
 KV_BLOCKS = 40
+NO_METRICS = msgspec.Raw(encoder.encode(None))
 
 
 def counters(requests_total: int) -> Metrics:
@@ -28,11 +28,6 @@ def counters(requests_total: int) -> Metrics:
     values |= {name: Histogram(bounds=(), counts=(0,), sum=0.0) for name in values if name.endswith("_seconds")}
     values |= {"sequences_finished_total": {}, "step_seconds": {}}
     return Metrics(**values)
-
-
-def state_after(num_restarts: int) -> Beat:
-    """Returns the state of a replica that is ready and has nothing counted."""
-    return Beat(True, Status(0, 0, 0), msgspec.Raw(encoder.encode(None)), num_restarts)
 
 
 def sums(noted: Noted) -> tuple[int, int]:
@@ -61,7 +56,7 @@ def test_the_counters_of_a_replica_that_is_attached_again_continue_if_its_engine
         async with played_set(a) as (replicas, _, noted):
             await until_counted(a, noted, lambda: a.beat(metrics=counters(5)))
             assert sums(noted) == (5, KV_BLOCKS)
-            a.state = state_after(num_restarts)
+            a.num_restarts = num_restarts
             a.close()
             await until(lambda: ("away", "a") in noted.notes)
             assert sums(noted) == (5, 0)
@@ -105,8 +100,8 @@ def test_counters_that_come_after_their_engine_has_ended_are_not_taken_for_the_n
             (number,), members = replicas._questions._open, replicas._members
             assert members is not None
             reply = Reply(number, msgspec.Raw(encoder.encode(counters(5))), None)
-            members._take(replicas.replicas["a"], reply)  # both come together
-            members._take(replicas.replicas["a"], replace(state_after(0), is_ready=False))
+            replicas._take(reply)  # both come together
+            members._take_beat(replicas.replicas["a"], Beat(None, Status(0, 0, 0), NO_METRICS, 0))
             await counting
             assert sums(noted) == (5, 0)
             await until_counted(a, noted, lambda: a.beat(metrics=counters(2), num_restarts=1))
@@ -121,7 +116,6 @@ def test_losses_and_restarts_of_engines_add_up_and_never_fall() -> None:
         async with played_set(a, b) as (replicas, handle, _):
             a.beat(num_restarts=2)
             await until(lambda: replicas.num_restarts == 2)
-            a.state = state_after(2)
             a.close()
             await until(lambda: replicas.num_restarts == 3)
             handle.remove("a")

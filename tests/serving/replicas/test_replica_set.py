@@ -72,7 +72,7 @@ def test_late_tokens_of_the_first_replica_are_not_taken_for_those_of_the_second(
             request = submit(replicas)
             first = await where(request, a, b)
             first_number = request.number
-            first.lose(first_number)
+            first.restart()
             await until(lambda: request.number != first_number)
             second = await where(request, a, b)
             first.give(first_number, 98, 99)  # was on its way when the engine ended
@@ -110,7 +110,7 @@ def test_a_request_that_was_read_fails_with_its_replica() -> None:
             (news,) = await request.news()
             assert news.token_ids == [7]
             first.close()
-            with pytest.raises(EngineDiedError, match=rf"replica {first.name} ended while .*; send it again"):
+            with pytest.raises(EngineDiedError, match=rf"engine of replica {first.name} ended while .*; send it again"):
                 await request.news()
             assert (replicas.num_open, noted.num_gone) == (0, 1)
 
@@ -152,9 +152,9 @@ def test_a_request_that_ends_every_engine_is_given_up(monkeypatch: pytest.Monkey
             for _ in range(replica_set.MAX_TRIES):
                 number = request.number
                 place = await where(request, a, b)
-                place.lose(number)
+                place.restart()
                 await until(lambda number=number: request.number != number or not replicas.num_open)
-            with pytest.raises(EngineDiedError, match="the engine's process was ended; send it again"):
+            with pytest.raises(EngineDiedError, match=r"the engine of replica . ended while .*; send it again"):
                 await request.news()
             assert len(a.taken) + len(b.taken) == replica_set.MAX_TRIES
 
@@ -168,7 +168,6 @@ def test_a_lost_request_waits_until_an_engine_is_ready_again() -> None:
             request = submit(replicas)
             await where(request, a)
             first_number = request.number
-            a.lose(first_number)
             a.beat(is_ready=False)
             await until(lambda: request.number != first_number and request.number in replicas._runs)
             assert replicas._routes is not None
@@ -250,7 +249,7 @@ def test_ray_serve_counts_a_request_from_its_sending_to_its_end() -> None:
             assert handle.num_requests == {"a": 3}
             a.finish(requests[0].number, 5)
             replicas.cancel(requests[1])
-            a.lose(requests[2].number)
+            a.restart()
             await until(lambda: requests[2].number in a.taken and len(a.taken) == 4)
             await until(lambda: handle.num_requests == {"a": 1})
             a.finish(requests[2].number, 5)

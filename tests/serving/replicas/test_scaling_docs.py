@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 from fastgen.cli import app
 from fastgen.runtime.routing import ROUTERS
-from fastgen.serving.replicas import application, cluster, ingress, link, membership, replica, replica_set, settings
+from fastgen.serving.engine import remote_socket
+from fastgen.serving.replicas import application, cluster, ingress, membership, replica, replica_set, settings
 from fastgen.serving.replicas.deploy_file import deploy_file
 from fastgen.serving.replicas.placement import Machine, NoRoomError, needs_of
 
@@ -87,7 +88,8 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"every {replica.BEAT_S:g} s",
         f"{membership.SILENT_S:g} s",
         f"{membership.LOST_S:g} s",
-        f"{link._HEARTBEAT_MS / 1000:g} s; {link._SILENCE_MS / 1000:g} s",
+        f"{membership._APART_S:g} s",
+        f"{remote_socket._HEARTBEAT_MS / 1000:g} s; {remote_socket._SILENCE_MS / 1000:g} s",
         f"every {settings.HEALTH_PERIOD_S:g} s; {settings.HEALTH_TIMEOUT_S:g} s",
         f"{ingress._SILENCE_S:g} s",
         f"three times as long as loading took, at least {replica_set._MIN_WAIT_S:g} s",

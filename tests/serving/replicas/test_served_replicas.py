@@ -22,6 +22,7 @@ from tests.serving.server_process import ServerProcess, served
 
 WAIT_S = 120.0
 REPLICA, INGRESS = "ServeReplica:fastgen:Replicas", "fastgen.serving.replicas.ingress_process"
+ENGINE = "fastgen.serving.engine.process"
 BODY = {"model": "tiny-llama", "temperature": 0.0, "max_tokens": 24}
 PROMPTS = [f"Once upon a time there was a {animal}" for animal in ("cat", "dog", "bird", "fish", "bear", "frog")]
 
@@ -110,11 +111,15 @@ def test_a_killed_replica_loses_no_request_that_had_not_begun_and_returns(
             ]
             while len([each for each in await views(client) if each["outstanding_tokens"]]) < 2:
                 assert not all(each.done() for each in waiting), "the replicas were not busy at the same time"
-            os.kill(killed, signal.SIGSTOP)  # what is in it stays in it, which is seen once it is silent
+            stopped = [*started_by(killed, ENGINE), killed]
+            assert len(stopped) == 2, "a replica has one process of the engine"
+            for pid in stopped:  # what is in it stays in it, which is seen once it is silent
+                os.kill(pid, signal.SIGSTOP)
             while not (silent := [each for each in await views(client) if each["state"] == "silent"]):
                 await asyncio.sleep(0.1)
             assert silent[0]["outstanding_tokens"], "no request was in the replica that is killed"
-            os.kill(killed, signal.SIGKILL)
+            for pid in stopped:
+                os.kill(pid, signal.SIGKILL)
             return await asyncio.gather(*waiting)
 
     got = asyncio.run(run())
