@@ -52,7 +52,7 @@ class Connection:
                 _log.error("a message to the engine cannot be read and is dropped: %s", error)
 
     def send(self, message: ToServer) -> None:
-        """Sends a message. It is dropped where the other end is gone: a step waits for nobody."""
+        """Sends a message. A step never waits for it: where the other end is gone, it is dropped."""
         if not self.socket.closed:
             with contextlib.suppress(zmq.Again):
                 self.socket.send(encoder.encode(message), zmq.NOBLOCK)

@@ -1,7 +1,8 @@
 """The messages to and from an engine's process, as MessagePack.
 
-They go over a local socket to the process that started it, and over others to servers that it was told to let in. A
-server gives each request a number that no other server of this engine uses, and uses it only once.
+A local socket connects the process with the one that started it. Further sockets connect it with servers; it opens one
+for each :class:`Open`. A server gives each request a number that no other server of this engine uses, and uses it only
+once.
 """
 
 from __future__ import annotations

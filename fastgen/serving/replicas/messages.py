@@ -1,4 +1,4 @@
-"""What a replica tells servers, as MessagePack. Requests do not pass through it: a server sends them to its engine."""
+"""The messages from a replica's actor to servers, as MessagePack. Servers send requests to its engine's process."""
 
 from __future__ import annotations
 

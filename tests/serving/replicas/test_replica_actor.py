@@ -61,12 +61,12 @@ class PlayedEngine:
             self.addresses.pop(message.server, None)
 
     def reply(self, message: Open) -> None:
-        address, error = RemoteAddress(f"tcp://{message.host}:{len(self.got)}", b"key"), None
+        address: RemoteAddress | None = None
         if self.num_failures:
             self.num_failures -= 1
-            address, error = None, "too many open files"  # type: ignore[assignment]
         else:
-            self.addresses[message.server] = address
+            address = self.addresses[message.server] = RemoteAddress(f"tcp://{message.host}:{len(self.got)}", b"key")
+        error = "too many open files" if address is None else None
         self.replica.engine_sent(Reply(message.number, msgspec.Raw(encoder.encode(address)), error), b"")
 
     def report(self, *, num_open: int, num_answered: int = 0) -> None:
