@@ -27,6 +27,8 @@ show_failure() {
 quietly() { logged "$@" || show_failure "$*"; }
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+# Python compiles a module when it is first imported. Compiling all of them here would take as long as installing them.
+install() { pip install --no-compile "$@"; }
 
 # --- Python: one that is tested, or any newer one that is asked for
 
@@ -87,7 +89,7 @@ gpu_or_cpu() {
 
 # Tries one build of torch. Only that the indexes do not have it lets the caller try another.
 try_torch() {
-    logged pip install "$@" && return
+    logged install "$@" && return
     grep -q 'No matching distribution found for torch' "$log" && return 1
     show_failure "pip install $*"
 }
@@ -102,7 +104,7 @@ install_torch() {
     if [ "$device" = gpu ] || [ "$(uname -s)" = Darwin ]; then
         say "installing torch $torch_version"
         [ "$device" = cpu ] || leave_triton_to_torch
-        quietly pip install "torch==$torch_version,!=$torch_version+cpu"
+        quietly install "torch==$torch_version,!=$torch_version+cpu"
         return
     fi
     say "installing torch $torch_version, the CPU build, since there is no NVIDIA GPU here"
@@ -111,7 +113,7 @@ install_torch() {
     try_torch --timeout 30 --retries 2 --extra-index-url "$cpu_index" "torch==$torch_version+cpu" && return
     say "that cannot be had either; installing the ordinary build, which brings several GB of CUDA libraries"
     leave_triton_to_torch
-    quietly pip install "torch==$torch_version"
+    quietly install "torch==$torch_version"
 }
 
 # --- the work
@@ -145,7 +147,7 @@ else
 fi
 install_torch
 say "installing fastgen and what its development needs${NEWEST:+, everything at its newest}"
-quietly pip install --editable '.[dev]'
+quietly install --editable '.[dev]'
 
 printf '%s' "$key" >"$venv/setup-done"
 say "done"

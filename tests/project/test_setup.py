@@ -27,14 +27,14 @@ case "$*" in
     echo "WARNING: pip index is currently an experimental command."
     echo "torch (2.99.1+cpu)"
     echo "Available versions: 2.99.1, 2.13.0" ;;
-  *"pip --disable-pip-version-check install"*)
+  *"pip --disable-pip-version-check install --no-compile "*)
     case "${PIP_CONSTRAINT-none}" in
       none) echo none ;;
       "$PIP_BUILD_CONSTRAINT")
         grep '^torch==' "$PIP_CONSTRAINT" ||
           echo "$(wc -l <"$PIP_CONSTRAINT")" "$(grep '^triton==' "$PIP_CONSTRAINT")" ;;
     esac >>constraints
-    requirement=${*#*install }
+    requirement=${*#*install --no-compile }
     echo "$requirement" >>calls
     case "$requirement" in *torch==*)
         grep -qxF -e "$requirement" available && exit 0
