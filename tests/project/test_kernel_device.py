@@ -81,6 +81,7 @@ def test_a_real_kernel_computes_the_same_on_copies(tmp_path: Path, monkeypatch: 
     assert torch.equal(found[0][:3], found[1][:3])
 
 
+@pytest.mark.slow  # collects in a process of its own
 def test_on_a_gpu_only_tests_of_kernels_are_kept() -> None:
     """Collecting needs no GPU."""
     files = ["tests/compile/test_triton_attention.py", "tests/compile/test_triton_qkv.py", "tests/compile/test_spec.py"]

@@ -109,6 +109,7 @@ def test_templates_of_cpp_are_changed_but_no_comment_and_no_include() -> None:
     }
 
 
+@pytest.mark.slow  # reads every source
 def test_every_source_of_engine_kernels_and_server_has_mutations_that_a_seed_chooses() -> None:
     drawn = list(itertools.islice(draw(ROOT, random.Random(3)), 80))
     assert drawn == list(itertools.islice(draw(ROOT, random.Random(3)), 80))
@@ -180,6 +181,7 @@ def run(monkeypatch: pytest.MonkeyPatch, output: Path, *arguments: str) -> list[
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
+@pytest.mark.slow  # starts a run of tests for each mutation
 def test_what_a_test_notices_is_rejected_and_the_rest_survives(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

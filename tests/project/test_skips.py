@@ -42,6 +42,7 @@ def test_skipped_tests_stand_in_the_last_lines_with_their_reasons(tmp_path: Path
     assert total.startswith("1 passed, 4 skipped")
 
 
+@pytest.mark.slow
 def test_a_run_without_skips_says_nothing_of_them(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("def test_of_nothing():\n    pass\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "test_it.py"]

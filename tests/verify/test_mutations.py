@@ -59,7 +59,7 @@ BOTH = "model.layers.residual.both"
     ("path", "value"),
     [
         pytest.param(f"{BOTH}.norm.eps", 1e-5, marks=pytest.mark.slow),
-        (f"{BOTH}.attention.rotary.kind", "interleaved"),
+        pytest.param(f"{BOTH}.attention.rotary.kind", "interleaved", marks=pytest.mark.slow),
         pytest.param(f"{BOTH}.attention.rotary.theta", 10000, marks=pytest.mark.slow),
         pytest.param("config.max_positions", "max_position_embeddings | default(2049)", marks=pytest.mark.slow),
     ],
@@ -69,11 +69,13 @@ def test_no_mistake_passes_for_none(hunt: Hunt, path: str, value: str | float) -
     assert fate(hunt, {tuple(path.split(".")): value}) == "missed"
 
 
+@pytest.mark.slow
 def test_no_other_spelling_passes_for_a_mistake(hunt: Hunt) -> None:
     at = (*BOTH.split("."), "norm", "when")
     assert fate(hunt, {at: True}) == "equivalent"
 
 
+@pytest.mark.slow
 def test_a_recipe_that_refuses_what_the_reference_reads_is_missed(hunt: Hunt) -> None:
     assert fate(hunt, requiring("not (qk_layernorm | default(false))")) == "missed"
 

@@ -160,6 +160,7 @@ def test_the_death_of_the_ingress_is_survived(replicas: ServerProcess) -> None:
     assert listed.pid in started_by(replicas.process.pid, INGRESS)
 
 
+@pytest.mark.slow
 def test_a_client_ends_the_server_with_its_replicas_and_its_cluster(replicas: ServerProcess) -> None:
     fastgen.client(replicas.address).terminate_server()
     assert replicas.process.wait(WAIT_S) == 0
