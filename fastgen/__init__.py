@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput
     from fastgen.runtime.requests.sampling_params import SamplingParams
     from fastgen.serving.clients.client import async_client, client
-    from fastgen.serving.clients.detached import serve
+    from fastgen.serving.detached import serve
     from fastgen.version import __version__
 
 __all__ = [
@@ -40,7 +40,7 @@ _HOMES = {
     "SamplingParams": "fastgen.runtime.requests.sampling_params",
     "client": "fastgen.serving.clients.client",
     "async_client": "fastgen.serving.clients.client",
-    "serve": "fastgen.serving.clients.detached",
+    "serve": "fastgen.serving.detached",
     "__version__": "fastgen.version",
 }
 

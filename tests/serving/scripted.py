@@ -17,7 +17,6 @@ from fastgen.runtime.requests.outputs import FinishReason, RequestMetrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.answers import USUAL_TEXT, Answers, TextRules
-from fastgen.serving.compat.sagemaker import sagemaker_routes
 from fastgen.serving.engine.messages import End, Progress
 from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.http.errors import add_error_handlers
@@ -25,6 +24,7 @@ from fastgen.serving.http.openai.chat import chat_routes
 from fastgen.serving.http.openai.completions import completion_routes
 from fastgen.serving.http.openai.models import model_routes
 from fastgen.serving.http.openai.responses.routes import responses_routes
+from fastgen.serving.http.sagemaker import sagemaker_routes
 from fastgen.serving.service import Running
 from fastgen.serving.tools.formats import ToolFormat
 

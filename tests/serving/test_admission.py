@@ -11,10 +11,10 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.metrics import Histogram, Metrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.admission.admission import Admission
+from fastgen.serving.admission.request_limits import MAX_OPEN_LOGPROBS
 from fastgen.serving.engine.messages import EngineFacts
 from fastgen.serving.options import Limits
 from fastgen.serving.refusals import OverloadedError, TooLargeError, UnavailableError
-from fastgen.serving.request_limits import MAX_OPEN_LOGPROBS
 
 ANSWER = SamplingParams(max_new_tokens=10)
 

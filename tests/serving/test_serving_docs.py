@@ -13,7 +13,7 @@ import typer
 
 from fastgen.arguments import arguments_of
 from fastgen.cli import app
-from fastgen.serving.compat.lmi.translate import KEYS
+from fastgen.serving.lmi.translate import KEYS
 from fastgen.serving.options import ServeOptions
 from tests.serving.server_process import ServerProcess
 
