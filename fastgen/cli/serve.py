@@ -101,7 +101,7 @@ def _list() -> None:
 
 
 def _stop(name: str) -> None:
-    from fastgen.serving.clients.client import client, is_address
+    from fastgen.serving.clients.connect import client, is_address
     from fastgen.serving.clients.deployments import find_deployment
 
     if not is_address(name):

@@ -22,7 +22,8 @@ from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.options import LoadOptions
 from fastgen.runtime.scheduling.policies import Policy, policy_name
 from fastgen.serving.arguments import check_names, sort_arguments
-from fastgen.serving.clients.client import Client, Protocols, connect
+from fastgen.serving.clients.client import Client
+from fastgen.serving.clients.connect import Protocols, connect
 from fastgen.serving.clients.deployments import Deployment, make_deployments_directory
 from fastgen.serving.extra import need_extra
 from fastgen.serving.monitoring.log_file import LOG_VARIABLE, move_output_to_log

@@ -30,7 +30,7 @@ from fastgen.serving.admission.request_limits import (
     check_num_logprobs,
     num_logprobs,
 )
-from fastgen.serving.clients.client import Protocols
+from fastgen.serving.clients.connect import Protocols
 from fastgen.serving.clients.deployments import Deployment
 from fastgen.serving.http.openai.run import in_pieces, json_response
 from fastgen.serving.refusals import BadRequestError
