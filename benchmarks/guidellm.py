@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu.results import commit, now
-from benchmarks.scheduler import processor
 from benchmarks.serving import served
+from fastgen.lab.machine import processor
 from fastgen.models.checkpoint.builtins import BUILTINS
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")

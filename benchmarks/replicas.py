@@ -29,7 +29,6 @@ from benchmarks.cpu.calibration import Calibration
 from benchmarks.cpu.evidence import Data, Figure, Lack, evidence
 from benchmarks.cpu.models import write_model
 from benchmarks.cpu.results import commit, now
-from benchmarks.scheduler import processor
 from benchmarks.serving import (
     FLAGS,
     KINDS,
@@ -42,6 +41,7 @@ from benchmarks.serving import (
     served,
     shown,
 )
+from fastgen.lab.machine import processor
 
 NUM_STREAMS = 32
 # Turns that each pair of servers takes, and the least seconds of a run.

@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from fastgen.lab.machine import processor
 from fastgen.runtime.flight.recorder import SNAPSHOTS, Recorder
 from fastgen.runtime.flight.snapshot import SchedulerState
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
@@ -152,14 +153,6 @@ def engine_submit(make_sampling: Callable[[], SamplingParams]) -> Callable[[], C
         return lambda number: server.engine.submit(PROMPT, make_sampling())
 
     return make_queue
-
-
-def processor() -> str:
-    try:
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        return names[0].partition(":")[2].strip()
-    except (OSError, IndexError):
-        return platform.processor()
 
 
 def main() -> None:

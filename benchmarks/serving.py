@@ -49,7 +49,7 @@ from benchmarks.cpu.calibration import Calibration
 from benchmarks.cpu.evidence import Data, Figure, Lack, around, evidence, is_close, was_steady
 from benchmarks.cpu.models import write_model
 from benchmarks.cpu.results import commit, now
-from benchmarks.scheduler import processor
+from fastgen.lab.machine import processor
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import fastgen
-from benchmarks.scheduler import processor
+from fastgen.lab.machine import processor
 
 # Of each stream, before the prompt comes: the model of step times has seen decodes by then.
 WARM_UP_TOKENS = 60

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from fastgen.runtime.loading import load
     from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput
     from fastgen.runtime.requests.sampling_params import SamplingParams
-    from fastgen.serving.clients.client import async_client, client
-    from fastgen.serving.clients.detached import serve
+    from fastgen.serving.clients.connect import async_client, client
+    from fastgen.serving.detached import serve
     from fastgen.version import __version__
 
 __all__ = [
@@ -38,9 +38,9 @@ _HOMES = {
     "GenerationChunk": "fastgen.runtime.requests.outputs",
     "GenerationOutput": "fastgen.runtime.requests.outputs",
     "SamplingParams": "fastgen.runtime.requests.sampling_params",
-    "client": "fastgen.serving.clients.client",
-    "async_client": "fastgen.serving.clients.client",
-    "serve": "fastgen.serving.clients.detached",
+    "client": "fastgen.serving.clients.connect",
+    "async_client": "fastgen.serving.clients.connect",
+    "serve": "fastgen.serving.detached",
     "__version__": "fastgen.version",
 }
 

@@ -103,20 +103,20 @@ class RankError(FastgenError):
     """One of the processes that share a model ended or does not answer; the others ended too."""
 
 
-class RecordingError(FastgenError):
+class _FileError(FastgenError):
+    """A file is wrong. The message starts with ``file:line:``."""
+
+    def __init__(self, message: str, *, file: str, line: int | None = None):
+        self.file, self.line = file, line
+        super().__init__(f"{file}: {message}" if line is None else f"{file}:{line}: {message}")
+
+
+class RecordingError(_FileError):
     """A flight recording cannot be read or written, or is not one. The message starts with ``file:line:``."""
 
-    def __init__(self, message: str, *, file: str, line: int | None = None):
-        self.file, self.line = file, line
-        super().__init__(f"{file}: {message}" if line is None else f"{file}:{line}: {message}")
 
-
-class TraceError(FastgenError, ValueError):
+class TraceError(_FileError, ValueError):
     """A trace of requests cannot be read, or a line of it is wrong. The message starts with ``file:line:``."""
-
-    def __init__(self, message: str, *, file: str, line: int | None = None):
-        self.file, self.line = file, line
-        super().__init__(f"{file}: {message}" if line is None else f"{file}:{line}: {message}")
 
 
 class BundleError(FastgenError):

@@ -74,7 +74,7 @@ class Drawn(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a run of tests said. ``test`` is the first that failed."""
+    """The result of a run of tests. ``test`` is the first that failed."""
 
     verdict: str
     test: str

@@ -86,7 +86,7 @@ def _only_says(node: ast.AST) -> bool:
 
 
 class _Places:
-    """Where nodes begin and end in a text, counted in characters."""
+    """Finds where nodes begin and end in a text, counted in characters."""
 
     def __init__(self, text: str):
         self._lines = text.splitlines(keepends=True)

@@ -97,7 +97,7 @@ class Grammar:
         return tokens
 
     def recognises(self, sentence: str) -> bool:
-        """Whether ``sentence`` is, to the letter, the spelling of a derivation of one of the start symbols."""
+        """Returns whether ``sentence`` is, to the letter, the spelling of a derivation of one of the start symbols."""
         tokens = [self._proper.get(token.lower(), token.lower()) for token in tokenize(sentence)]
         if not tokens or detokenize(tokens) != sentence:
             return False

@@ -1,4 +1,4 @@
-"""What users say to the storyteller and what it answers (notation of ``training.cfg``).
+"""The prompts of users and the storyteller's answers, in the notation of ``training.cfg``.
 
 ``REPLIES`` belong to the recognised language, as stories do; ``PROMPTS`` only appear on the user's side.
 """

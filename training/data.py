@@ -79,7 +79,7 @@ def recalled_words(tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
 
 
 def recallable(inputs: torch.Tensor, targets: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """Which ``targets`` are among ``words`` and were said before in their row; shape (rows, length)."""
+    """Returns which ``targets`` are among ``words`` and were said before in their row; shape (rows, length)."""
     length = inputs.shape[1]
     earlier = torch.ones(length, length, dtype=torch.bool).tril()
     said = ((targets[:, :, None] == inputs[:, None, :]) & earlier).any(-1)

@@ -63,7 +63,9 @@ def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: 
 
 
 def parse_rate(texts: list[str]) -> dict[str, float]:
-    """How many sentences of ``texts`` parse; the last one of a text that did not end by itself may be cut off."""
+    """Returns how many sentences of ``texts`` parse. The last one of a text that did not end by itself may be cut
+    off.
+    """
     found = []
     for text in texts:
         ended = EOS in text or END in text

@@ -48,7 +48,7 @@ class Message:
 
 @dataclass
 class Setting:
-    """Who and what a story is about: the genders of hero (h) and friend (k), and the text of bound nonterminals."""
+    """The setting of a story: the genders of hero (h) and friend (k), and the text of bound nonterminals."""
 
     genders: dict[str, str]
     bound: dict[str, str] = field(default_factory=dict)
@@ -113,7 +113,7 @@ def sentences(text: str) -> list[str]:
 
 @lru_cache(maxsize=65536)
 def parses(sentence: str) -> bool:
-    """Whether the grammar of the stories derives exactly this sentence, spelling and punctuation included."""
+    """Returns whether the grammar of the stories derives exactly this sentence, spelling and punctuation included."""
     return GRAMMAR.recognises(sentence)
 
 

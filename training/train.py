@@ -45,7 +45,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast to train.
+    """The length of the training, and its learning rates.
 
     Rows grow from phase to phase.  The first are very short and cheap; the last are as long as the context, so that
     a model meets distances and positions that short rows never show.  Names and pronouns that can be looked up in

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import platform
 import statistics
 import time
 from collections import defaultdict
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.cpu.machine_limits import Limits, Machine, is_steady
+from benchmarks.cpu.results import about_this_run
 from fastgen.compile.build.cpp import CppBuilder, CppKernel, cpp_arch
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host import device
@@ -209,15 +209,7 @@ def main() -> None:
     for case in found["cases"]:
         print("{workload:40}{us:10.1f}{read:8.2f}{peak:8.2f}{steady_samples:9}".format(**case))
     if options.json:
-        about = {
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "machine": here.name,
-            "kernel": platform.release(),
-            "torch": torch.__version__,
-            "threads": pool.num_threads,
-            "arch": arch,
-            "block_size": _BLOCK_SIZE,
-        }
+        about = about_this_run(torch=torch.__version__, threads=pool.num_threads, arch=arch, block_size=_BLOCK_SIZE)
         options.json.write_text(json.dumps(about | found, indent=1) + "\n")
 
 

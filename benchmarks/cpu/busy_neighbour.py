@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import fastgen
 from benchmarks.cpu.engines.fastgen_llm import OPTIONS
 from benchmarks.cpu.neighbour import Neighbour, neighbour_on
+from benchmarks.cpu.results import about_this_run
 from fastgen.compile.host import device
 from fastgen.runtime.engine import Engine
 
@@ -84,14 +84,7 @@ def main() -> None:
         alone, beside = each["alone_s"], each["beside_s"]
         print(f"{each['format']:17}{1e3 * alone:12.2f}{1e3 * beside:12.2f}{beside / alone:8.2f}")
     if options.json:
-        about = {
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "machine": here.name,
-            "kernel": platform.release(),
-            "cores": here.num_cores,
-            "busy_core": options.busy_core,
-            "model": options.model.name,
-        }
+        about = about_this_run(cores=here.num_cores, busy_core=options.busy_core, model=options.model.name)
         options.json.write_text(json.dumps(about | {"formats": found}, indent=1) + "\n")
 
 

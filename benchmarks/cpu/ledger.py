@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastgen.compile.capture.allocations import tensors_in
 from fastgen.models.measure import weight_bytes
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.memory.held import storage_bytes
@@ -65,26 +64,16 @@ class AllocationPeak(TorchDispatchMode):
                 result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        before = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+        before = {each.untyped_storage()._cdata for each in tensors_in((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         if (
             func.overloadpacket is torch.ops.aten.set_
         ):  # laid over memory that is there; the interpreter of Triton does so
             return result
-        for each in _tensors(result):
+        for each in tensors_in(result):
             storage = each.untyped_storage()
             if storage._cdata not in before and storage._cdata not in self._alive:
                 self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
         self.most = max(self.most, sum(size for _, size in self._alive.values()))
         return result
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import platform
 import statistics
 import time
 from collections import defaultdict
@@ -29,6 +28,7 @@ import torch
 
 from benchmarks.cpu.machine_limits import Limits, Machine, is_steady
 from benchmarks.cpu.neighbour import neighbour_on
+from benchmarks.cpu.results import about_this_run
 from fastgen.compile.build.cpp import CppBuilder, CppKernel, cpp_arch
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host import device
@@ -189,16 +189,13 @@ def main() -> None:
     for case in found["cases"]:
         print("{format:17}{rows:5}{us:10.1f}{read:8.2f}{peak:8.2f}{speedup:9.2f}{torch:8.2f}".format(**case))
     if options.json:
-        about = {
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "machine": here.name,
-            "kernel": platform.release(),
-            "torch": torch.__version__,
-            "threads": pool.num_threads,
-            "arch": arch,
-            "shape": list(options.shape),
-            "busy_core": options.busy_core,
-        }
+        about = about_this_run(
+            torch=torch.__version__,
+            threads=pool.num_threads,
+            arch=arch,
+            shape=list(options.shape),
+            busy_core=options.busy_core,
+        )
         options.json.write_text(json.dumps(about | found, indent=1) + "\n")
 
 

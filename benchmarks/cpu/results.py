@@ -27,6 +27,11 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
+def about_this_run(**facts: Any) -> dict[str, Any]:
+    """Returns when and on what something is measured, and the ``facts``."""
+    return {"date": now(), "machine": device.current("cpu").name, "kernel": platform.release(), **facts}
+
+
 class Results:
     """A file of measurements. A file that exists is continued.
 

@@ -104,7 +104,7 @@ class Engines:
         return process
 
     def prepare(self, process: EngineProcess, engine: str, weight_format: str, workload: str) -> None:
-        """What comes before a workload: the gate, unless these very answers have passed already. Raises
+        """Prepares a workload, and checks the gate unless these very answers have passed it. Raises
         :class:`GateError`."""
         process.prepare(workload)
         row, tokens = self.row(engine, weight_format), process.run(workloads.GATE).tokens

@@ -57,7 +57,7 @@ class Bench:
 
     @property
     def gate_runs(self) -> int:
-        """How often a gate runs a kernel, which must give the same bits each time."""
+        """Returns how often a gate runs a kernel, which must give the same bits each time."""
         return 2 if self.toy else 20
 
     @property

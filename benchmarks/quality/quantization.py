@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor
 
 import fastgen
-from fastgen.compile.host import device
+from benchmarks.cpu.results import about_this_run
 from training.data import IGNORED, training_row
 
 # ``dtype``, ``quantize`` and ``target`` of each; the others are compared with the first.
@@ -90,15 +88,8 @@ def moved(reference: Tensor, found: Tensor) -> dict[str, float]:
 
 def measure(random_models: Sequence[Path], num_rows: int, found: dict[str, Any]) -> dict[str, Any]:
     """Adds to ``found`` what it does not have yet."""
-    here = device.current("cpu")
     found = {
-        "about": {
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "machine": here.name,
-            "kernel": platform.release(),
-            "torch": torch.__version__,
-            "fastgen": fastgen.__version__,
-        },
+        "about": about_this_run(torch=torch.__version__, fastgen=fastgen.__version__),
         "perplexity": {},
         "moved": {},
         **found,

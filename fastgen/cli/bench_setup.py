@@ -71,7 +71,7 @@ def opened(model: str | None, given: EndpointOptions, load: options.Given) -> It
 def _served(server: str, given: EndpointOptions, tokenizer: str | None) -> Setup:
     from fastgen.lab.load.endpoint import EndpointTarget
     from fastgen.lab.load.tokenizer import open_tokenizer
-    from fastgen.serving.clients.client import find_server
+    from fastgen.serving.clients.connect import find_server
 
     found = find_server(server) if not server.startswith(("http://", "https://")) else _known(server)
     address, certificate = (found, None) if isinstance(found, str) else (found.address, found.certificate)

@@ -54,7 +54,7 @@ class PlanOptions:
     kv_dtype: Annotated[
         str | None,
         Option(
-            "Type of the KV cache: float32, bfloat16, float16, fp8 or int8. Engines have the model's so far.",
+            "Type of the KV cache: float32, bfloat16, float16, fp8 or int8. So far engines use the model's dtype.",
             metavar="NAME",
             default="the model's dtype",
         ),

@@ -83,7 +83,7 @@ def _serve(given: options.Given) -> None:
 
 def _translated(file: Path) -> dict[str, Any]:
     """Returns the arguments that ``file`` and the environment stand for, and prints what became of each key."""
-    from fastgen.serving.compat.lmi.translate import translate
+    from fastgen.serving.lmi.translate import translate
 
     translation = translate(file, os.environ)
     for note in translation.notes:
@@ -101,7 +101,7 @@ def _list() -> None:
 
 
 def _stop(name: str) -> None:
-    from fastgen.serving.clients.client import client, is_address
+    from fastgen.serving.clients.connect import client, is_address
     from fastgen.serving.clients.deployments import find_deployment
 
     if not is_address(name):

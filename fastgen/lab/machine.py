@@ -19,7 +19,7 @@ def machine_facts() -> dict[str, Any]:
     """Returns processor, cores, kernel, versions and, in a git checkout, the commit of fastgen."""
     packages = {name: installed_version(name) for name in _PACKAGES}
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "kernel": platform.release(),
         "python": platform.python_version(),
@@ -29,7 +29,8 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Returns the name of this machine's processor."""
     try:
         names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
         return names[0].partition(":")[2].strip()

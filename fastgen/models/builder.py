@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -17,7 +17,6 @@ from fastgen.compile.ops.activation.reference import ACTIVATIONS
 from fastgen.compile.ops.attention.reference import Alibi
 from fastgen.compile.weights.formats import QuantizedFormat
 from fastgen.compile.weights.rows import Rows
-from fastgen.errors import RecipeError
 from fastgen.layers.attention import Attention
 from fastgen.layers.embedding import Embedding
 from fastgen.layers.head import Head
@@ -42,7 +41,6 @@ from fastgen.models.spec import (
     MlpSpec,
     ModelSpec,
     MoeSpec,
-    NodeRef,
     NormSpec,
     PartSpec,
     RotarySpec,
@@ -50,6 +48,7 @@ from fastgen.models.spec import (
 )
 
 _ROUNDING = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_T = TypeVar("_T")
 
 
 def build(
@@ -74,7 +73,9 @@ def build(
 
 
 def kv_groups(spec: ModelSpec) -> list[int]:
-    """The KV group of each attention: those with the same window and KV shape share one (and so a block table)."""
+    """Returns the KV group of each attention. Those with the same window and KV shape share a group and its block
+    table.
+    """
     kinds = [(_window(attention), kv_shape(attention)) for attention in spec.attentions()]
     distinct = list(dict.fromkeys(kinds))
     return [distinct.index(kind) for kind in kinds]
@@ -82,22 +83,20 @@ def kv_groups(spec: ModelSpec) -> list[int]:
 
 def kv_shapes(spec: ModelSpec) -> list[KVShape]:
     """Returns the shape of a token's entry in a layer's cache, by KV group."""
-    by_group = dict(zip(kv_groups(spec), map(kv_shape, spec.attentions()), strict=True))
-    return list(by_group.values())
+    return _by_group(spec, kv_shape)
 
 
 def kv_windows(spec: ModelSpec) -> list[int | None]:
-    """How many positions a token sees in each KV group, its own included; ``None`` for all."""
-    by_group = dict(zip(kv_groups(spec), map(_window, spec.attentions()), strict=True))
-    return list(by_group.values())
+    """Returns how many positions a token sees, its own included, by KV group; ``None`` for all."""
+    return _by_group(spec, _window)
+
+
+def _by_group(spec: ModelSpec, of: Callable[[AttentionSpec | LatentAttentionSpec], _T]) -> list[_T]:
+    return list(dict(zip(kv_groups(spec), map(of, spec.attentions()), strict=True)).values())
 
 
 def _window(attention: AttentionSpec | LatentAttentionSpec) -> int | None:
     return attention.sliding_window if isinstance(attention, AttentionSpec) else None
-
-
-def _error(message: str, node: NodeRef) -> RecipeError:
-    return RecipeError(message, file=node.file, line=node.line, node=node.path)
 
 
 @dataclass
@@ -237,7 +236,7 @@ class _Builder:
     def latent_attention(self, spec: LatentAttentionSpec) -> LatentAttention:
         for up in (spec.k_up, spec.v_up):
             if up.bias is not None:
-                raise _error("keys and values are made of the latent without a bias", up.node)
+                raise up.node.error("keys and values are made of the latent without a bias")
         q_down = None
         if spec.q_down:
             q_down = QueryDown(self.linear([spec.q_down]), self.norm(spec.q_norm) if spec.q_norm else None)
@@ -349,4 +348,4 @@ def _check_activation(spec: MlpSpec) -> None:
         known = ", ".join(sorted(ACTIVATIONS))
         node = spec.activation_node or spec.node
         written = f"; the recipe says `{node.text}`" if node.text else ""
-        raise _error(f"activation {spec.activation!r} is not known; known are {known}{written}", node)
+        raise node.error(f"activation {spec.activation!r} is not known; known are {known}{written}")

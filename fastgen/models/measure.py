@@ -1,8 +1,8 @@
 """The memory of a model, measured by building it on the ``meta`` device: weights, workspaces and intermediate results.
 
-Layers of a model differ in the names of their tensors and mostly in nothing else. So one layer of each kind is built,
-and counted as often as the kind occurs; and a step is recorded through as few layers as show every kind behind every
-kind that it follows.
+Most layers of a model differ only in the names of their tensors. So one layer of each kind is built, and counted as
+often as the kind occurs. What a layer allocates also depends on the layer before it. So a step is recorded through a
+few layers, among which are all pairs of kinds that follow each other in the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fastgen.models.spec import ModelSpec, MoeSpec, NodeRef, TensorSpec
 
 # The name of a row by the attribute ``weights`` of a module of a backend.
 _ROWS = {"table": "tables", "matrix": "matrices"}
-_BLOCK_SIZE = 16  # of models whose sizes do not depend on it
+_BLOCK_SIZE = 16  # where sizes do not depend on it
 # Numbers of tokens, or of rows, between which kernels' results are recorded.
 _FEW = (2, 3)
 _MAX_FEW_ROWS = 64
@@ -43,8 +43,8 @@ _MAX_FEW_ROWS = 64
 
 @dataclass(frozen=True)
 class ModelBuild:
-    """A model as it is going to be built: for which ``target``, in which ``dtype``, and the format of its matrices if
-    that is another ``weight_format``.
+    """A model that is to be built: its ``spec``, ``dtype`` and ``target``, and the ``weight_format`` of its matrices if
+    they are not in ``dtype``.
     """
 
     spec: ModelSpec
@@ -58,7 +58,7 @@ class ModelBuild:
 
     @property
     def matrix_format(self) -> WeightFormat | QuantizedFormat:
-        """The format of matrices, by its short name."""
+        """Returns the short name of the format of matrices."""
         return self.weight_format or matrix_format(cast(WeightFormat, dtype_name(self.dtype)), self.target.arch)
 
 
@@ -66,7 +66,7 @@ class ModelBuild:
 class WeightBytes:
     """Bytes of a model's weights. ``tables`` are the embedding, learned positions and the head, a tied one once;
     ``matrices`` the linear layers with their biases, scales and padding; ``norms`` all other parameters; ``rotary`` the
-    tables of cosines and sines; ``page_rests`` what packed weights leave of their last huge pages.
+    tables of cosines and sines; ``page_rests`` the unused ends of the last huge pages of packed weights.
     """
 
     tables: int = 0
@@ -118,7 +118,7 @@ class MeasuredModel:
 
     @cached_property
     def largest_tensor_bytes(self) -> int:
-        """The largest tensor of the checkpoint, in the model's dtype."""
+        """Returns the bytes of the checkpoint's largest tensor in the model's dtype."""
         most = max(math.prod(tensor.stored_shape) for tensor in self.build.spec.tensors())
         return most * self.build.dtype.itemsize
 
@@ -126,7 +126,7 @@ class MeasuredModel:
         """Returns what the modules allocate in a step of ``num_tokens`` tokens, of sequences of up to ``length`` in
         blocks of ``block_size``.
         """
-        if self.runs_kernels:  # which leave results of the step's tokens and nothing else
+        if self.runs_kernels:  # they allocate results for the step's tokens and nothing else
             return self._line_of_tokens(num_tokens)
         windows = [each for each in kv_windows(self.build.spec) if each is not None]
         if not windows and length % block_size == 0 and length >= num_tokens:
@@ -227,7 +227,7 @@ class MeasuredModel:
 
 
 def _kind(node: object) -> Hashable:
-    """Returns all of a part of a spec that its memory depends on: sizes, but no names."""
+    """Returns everything in a part of a spec that its memory depends on: sizes, but no names."""
     match node:
         case TensorSpec():
             return node.shape
@@ -245,7 +245,7 @@ def _kind(node: object) -> Hashable:
 
 
 def _kept_layers(kinds: list[Hashable]) -> list[int]:
-    """Returns the layers that show every kind behind every kind that it follows."""
+    """Returns a few layers with all pairs of kinds that follow each other in ``kinds``."""
     kept: set[int] = set()
     seen: set[Hashable] = set()
     for index, pair in enumerate(zip([None, *kinds], kinds, strict=False)):

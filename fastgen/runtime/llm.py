@@ -57,7 +57,7 @@ class LLM:
 
     @property
     def model(self) -> CausalLM:
-        """The modules that the engine runs, with their weights: to inspect, not to call while the engine runs."""
+        """Returns the modules that the engine runs, with their weights. Do not call them while the engine runs."""
         with self._engine_lock() as engine:
             return engine.runner.model
 
@@ -314,7 +314,7 @@ class Stream(Iterator[GenerationChunk]):
 
     @property
     def output(self) -> GenerationOutput:
-        """The whole answer, after the stream has ended or was closed."""
+        """Returns the whole answer, after the stream has ended or was closed."""
         if not self._generation.finished:
             raise FastgenError("the stream has not ended; take its chunks, or close it, before asking for the output")
         return self._generation.output()

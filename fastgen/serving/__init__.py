@@ -1,1 +1,1 @@
-"""Serving: one engine in a process of its own, behind HTTP and gRPC."""
+"""Serving: an engine in a process of its own, or several replicas, behind HTTP and gRPC."""

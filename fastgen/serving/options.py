@@ -1,4 +1,4 @@
-"""How a model is served: where, to whom, and how much of it. The model itself and how it runs are
+"""The arguments of serving: where, to whom, and within which limits. The arguments of the model and its engine are in
 :class:`fastgen.options.LoadOptions`.
 
 This module imports nothing heavy: the command line needs it for ``--help``, also where the extra ``serve`` is not
@@ -25,7 +25,7 @@ _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+")
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much a server takes on. A request is *queued* until its first token comes."""
+    """Limits of the work that a server takes on. A request is *queued* until its first token comes."""
 
     max_queued_requests: Annotated[
         int,
@@ -66,7 +66,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """How much memory and time a connection may cost."""
+    """Limits of the memory and the time that a connection may cost."""
 
     max_connections: Annotated[
         int,

@@ -2,7 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from fastgen.errors import FastgenError
+
+# The reasons for which a request is refused whatever it asks for.
+Refusal = Literal[
+    "api_key",
+    "bodies",
+    "body_size",
+    "body_time",
+    "connections",
+    "encoding",
+    "head_size",
+    "head_time",
+    "host",
+    "itl_target",
+    "logprobs",
+    "not_http",
+    "pipelined",
+    "prompt_tokens",
+    "queued_formats",
+    "queued_requests",
+    "queued_tokens",
+    "ttft_slo",
+    "unavailable",
+]
 
 
 class RefusedError(FastgenError):

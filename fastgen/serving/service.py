@@ -17,21 +17,21 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.runtime.text.tokenizer_checks import has_unknown_patterns
 from fastgen.runtime.text.tokenizer_loading import import_generic_tokenizer
+from fastgen.serving.admission.request_limits import MANY_LOGPROBS, check_limits, check_num_logprobs, num_logprobs
 from fastgen.serving.answers import USUAL_TEXT, Answers, TextRules, Update
-from fastgen.serving.encoding.encoder import TextEncoder
 from fastgen.serving.engine.client import EngineClient
 from fastgen.serving.engine.engine import ServedEngine
 from fastgen.serving.engine.messages import EngineFacts, Progress, RecordingReply
+from fastgen.serving.engine.recent_requests import RecentRequests
 from fastgen.serving.engine.request import EngineRequest, EngineWatcher
-from fastgen.serving.grammars.queue import TrialQueue
-from fastgen.serving.grammars.trial import FormatTrials
+from fastgen.serving.isolated.encoding.encoder import TextEncoder
+from fastgen.serving.isolated.grammars.queue import TrialQueue
+from fastgen.serving.isolated.grammars.trial import FormatTrials
+from fastgen.serving.isolated.templates.renderer import TemplateRenderer
 from fastgen.serving.monitoring.prometheus import ServerMetrics
-from fastgen.serving.monitoring.watch import Watch
 from fastgen.serving.options import Limits
-from fastgen.serving.recent_requests import RecentRequests
 from fastgen.serving.refusals import BadRequestError, OverloadedError, UnavailableError
-from fastgen.serving.request_limits import MANY_LOGPROBS, check_limits, check_num_logprobs, num_logprobs
-from fastgen.serving.templates.renderer import TemplateRenderer
+from fastgen.serving.watch import Watch
 from fastgen.version import __version__
 
 State = Literal["starting", "ready", "restarting", "draining", "stopped", "failed"]

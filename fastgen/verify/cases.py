@@ -51,8 +51,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Looks:
-    """How the files of a case look: the configuration with all keys, the weights as in old files, also without the
-    prefix of the base model."""
+    """The form of the files of a case: a configuration with all keys, weights as in old files, or without the prefix of
+    the base model."""
 
     filled_in: bool = False
     old: bool = False

@@ -26,11 +26,6 @@ CONFIG: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_recipes_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FASTGEN_RECIPES", raising=False)
-
-
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     file = tmp_path / "config.json"

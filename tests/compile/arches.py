@@ -1,14 +1,17 @@
-"""The C++ instruction sets whose kernels tests run on this machine."""
+"""The C++ instruction sets whose kernels tests run on this machine, and a loader for each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import pytest
 
-from fastgen.compile.build.cpp import CPP_ARCHES, cpp_arch, runnable_arches
+from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch, runnable_arches
+from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host import device
+from fastgen.compile.host.thread_pool import load_thread_pool
 
 CPU = device.current("cpu")
 HERE = cpp_arch(CPU)
@@ -27,3 +30,10 @@ WIDTHS = tuple({_LANES.get(arch, 16): arch for arch in reversed(NATIVE)}.values(
 def in_each_width(arches: Iterable[str] = ARCHES) -> list[Any]:
     """Returns instruction sets as parameters of a test, all but :data:`WIDTHS` for the slow tests alone."""
     return [pytest.param(arch, marks=[] if arch in WIDTHS else pytest.mark.slow) for arch in arches]
+
+
+@cache
+def loader(arch: str) -> KernelLoader:
+    loader = KernelLoader(CppBuilder(arch))
+    load_thread_pool(loader)
+    return loader

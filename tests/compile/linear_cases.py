@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,14 @@ import torch
 from torch import Tensor
 
 from fastgen.compile.build.cpp import CppBuilder
-from fastgen.compile.build.loader import KernelLoader
-from fastgen.compile.host.thread_pool import ThreadPool, load_thread_pool, thread_pool_spec
+from fastgen.compile.host.thread_pool import thread_pool_spec
 from fastgen.compile.ops.linear.cpp import LinearKernel, linear_spec
 from fastgen.compile.ops.linear.reference import linear, linear_int4, linear_int8, linear_int8_weight_only
 from fastgen.compile.render import render
 from fastgen.compile.spec import KernelSpec
 from fastgen.compile.weights.formats import quantize_channels, quantize_groups
 from fastgen.compile.weights.packed import TILED, PackedWeight, WeightFormat, formats_of
-from tests.compile.arches import ARCHES, EMULATED, HERE, NATIVE
+from tests.compile.arches import ARCHES, EMULATED, HERE, NATIVE, loader
 
 FORMATS = formats_of(HERE)
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_dot": torch.bfloat16, "fp16": torch.float16}
@@ -51,21 +48,6 @@ KERNELS = kernels(ONCE)
 # Of the sum of the products' magnitudes. In int8 only the last three operations are rounded, in both alike.
 TOLERANCE = {"int8": 1e-7, "int4": 1e-6}
 MAX_ROWS, MAX_IN = 300, 5000
-
-
-@cache
-def loader(arch: str) -> KernelLoader:
-    loader = KernelLoader(CppBuilder(arch))
-    load_thread_pool(loader)
-    return loader
-
-
-def pool_as_it_was() -> Iterator[ThreadPool]:
-    """Yields the thread pool for a fixture, and restores its size at the end."""
-    pool = load_thread_pool(loader(HERE))
-    before = pool.num_threads
-    yield pool
-    pool.resize(before)
 
 
 class Layer:

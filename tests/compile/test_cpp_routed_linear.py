@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from fastgen.compile.ops.experts.cpp import GroupedLinearKernel, SortedChoices
 from fastgen.compile.ops.experts.reference import sort_by_expert
 from fastgen.compile.ops.linear.cpp import linear_spec
 from fastgen.compile.weights.packed import PackedWeight, WeightFormat
+from tests.compile.arches import loader
 from tests.compile.linear_cases import (
     ALL,
     HERE,
@@ -25,15 +25,8 @@ from tests.compile.linear_cases import (
     Layer,
     draw,
     kernels,
-    loader,
-    pool_as_it_was,
     sanitize,
 )
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPool]:
-    yield from pool_as_it_was()
 
 
 @pytest.fixture

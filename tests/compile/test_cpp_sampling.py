@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from functools import cache
 from random import Random
 from typing import Any
 
@@ -14,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
-from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.cpp import CPP_ARCHES, cpp_arch
 from fastgen.compile.host import device
-from fastgen.compile.host.thread_pool import ThreadPool, load_thread_pool
+from fastgen.compile.host.thread_pool import ThreadPool
 from fastgen.compile.ops.sampling.cpp import Mask, RowSampling, SampledRow, SamplingKernel, sampling_spec
 from fastgen.compile.ops.sampling.reference import (
     Adjustments,
@@ -30,7 +27,8 @@ from fastgen.compile.ops.sampling.reference import (
     sample,
     uniforms,
 )
-from tests.compile.arches import in_each_width
+from tests.chi_square import chi_square
+from tests.compile.arches import in_each_width, loader
 from tests.fast import cases
 
 HERE = cpp_arch(device.current("cpu"))
@@ -41,21 +39,6 @@ SLICE = 1024
 # What is decided by less than this, the reference and the kernel may decide differently.
 MARGIN = 1e-4
 INF = float("inf")
-
-
-@cache
-def loader(arch: str) -> KernelLoader:
-    loader = KernelLoader(CppBuilder(arch))
-    load_thread_pool(loader)
-    return loader
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPool]:
-    pool = load_thread_pool(loader(HERE))
-    before = pool.num_threads
-    yield pool
-    pool.resize(before)
 
 
 @pytest.fixture(params=in_each_width(ARCHES))
@@ -339,14 +322,6 @@ def test_a_result_depends_on_neither_threads_nor_other_rows_nor_slices(arch: str
 # Distributions
 
 
-def chi_square(observed: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Chi-square, and about its 1 − 1e-6 quantile (Wilson and Hilferty)."""
-    assert (expected >= 5).all()
-    freedom = len(observed) - 1
-    statistic = ((observed - expected) ** 2 / expected).sum().item()
-    return statistic, freedom * (1 - 2 / (9 * freedom) + 4.75 * math.sqrt(2 / (9 * freedom))) ** 3
-
-
 AXES = ("position", "seed", "sequence_index")
 FILTERS = ({"temperature": 0.7}, {"temperature": 2.5}, {"temperature": 1.3, "top_k": 7, "top_p": 0.9, "min_p": 0.2})
 
@@ -366,7 +341,7 @@ def test_tokens_are_drawn_from_the_softmax_of_those_kept(axis: str, filters: dic
     weights = log_weights(logits[None], draws(rows[0]))[0].double().softmax(0)
     kept = weights > 0
     assert observed[~kept].sum() == 0
-    statistic, limit = chi_square(observed[kept].double(), weights[kept] * num_draws)
+    statistic, limit = chi_square(observed[kept].tolist(), (weights[kept] * num_draws).tolist())
     assert statistic < limit
 
 

@@ -26,6 +26,7 @@ from fastgen.compile.render import render
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import KernelError
 from tests.compile.norms import norm_kernel, norm_spec
+from tests.pages import DOCS, blocks
 
 SEED = 20
 RUNNABLE = CPP_ARCHES[CPP_ARCHES.index(cpp_arch(current("cpu"))) :]
@@ -292,10 +293,10 @@ def test_an_edited_source_takes_the_place_of_the_rendered_one(tmp_path, monkeypa
 def test_the_examples_of_the_docs_run(tmp_path, monkeypatch) -> None:
     """The second one continues the first, and compares two backends itself."""
     monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path))
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "kernels.md").read_text(), re.M | re.S)
-    assert len(blocks) == 2
+    codes = blocks(DOCS / "kernels.md", "python")
+    assert len(codes) == 2
     names: dict[str, torch.Tensor] = {}
-    for code in blocks:
+    for code in codes:
         exec(code, names)
     torch.testing.assert_close(names["residual"], names["x"])
     torch.testing.assert_close(names["out"], rms_norm(names["x"], names["weight"], 1e-5))

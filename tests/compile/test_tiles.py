@@ -21,8 +21,8 @@ from fastgen.compile.ops.linear.cpp import LinearKernel, linear_spec
 from fastgen.compile.render import inline_headers, render
 from fastgen.compile.weights.packed import TILED, WeightFormat
 from tests.compile import tile_arithmetic as tile
-from tests.compile.arches import EMULATED, HERE
-from tests.compile.linear_cases import Layer, draw, loader
+from tests.compile.arches import EMULATED, HERE, loader
+from tests.compile.linear_cases import Layer, draw
 
 HAS_TILES = pytest.mark.skipif("amx" not in (HERE, *EMULATED), reason="tiles are used beside AVX-512 with bf16")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +13,7 @@ from torch import Tensor
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.ops.sampling.reference import gumbel_noise, uniforms
 from fastgen.compile.ops.sampling.triton import SamplingKernel, SlotSampling, sampling_specs
+from tests.chi_square import chi_square
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +58,6 @@ def test_noise_is_exact_where_a_logarithm_has_few_digits(loader: KernelLoader) -
     torch.testing.assert_close(noise, exact.float(), rtol=1e-6, atol=5e-7)
 
 
-def chi_square(observed: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Chi-square, and about its 1 − 1e-6 quantile (Wilson and Hilferty)."""
-    assert (expected >= 5).all()
-    freedom = len(observed) - 1
-    statistic = ((observed - expected) ** 2 / expected).sum().item()
-    return statistic, freedom * (1 - 2 / (9 * freedom) + 4.75 * math.sqrt(2 / (9 * freedom))) ** 3
-
-
 def frequencies(kernels: SamplingKernel, logits: Tensor, num_draws: int) -> Iterator[Tensor]:
     """Yields how often each token is drawn for one row's logits, slot by slot, at positions in turn."""
     slots = torch.arange(kernels.max_slots, dtype=torch.int32).repeat_interleave(num_draws)
@@ -85,7 +77,8 @@ def check_distribution(loader: KernelLoader, num_draws: int) -> None:
         frequencies(kernels, logits, num_draws), ([0, 1, 3], [0, 1]), (0.8, 1.5), strict=True
     ):
         assert found.sum() == found[kept].sum() == num_draws
-        statistic, limit = chi_square(found[kept], (logits[kept].double() / temperature).softmax(0) * num_draws)
+        expected = (logits[kept].double() / temperature).softmax(0) * num_draws
+        statistic, limit = chi_square(found[kept].tolist(), expected.tolist())
         assert statistic < limit
 
 

@@ -22,6 +22,7 @@ from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import AttentionSpec, MlpSpec, ModelSpec
 from fastgen.runtime.kv_cache.block_tables import max_blocks_held
 from tests.reference import assert_equal_to_reference, randomise, save
+from tests.runtime.held import assert_nothing_held
 
 VOCAB_SIZE = 61
 NUM_LAYERS = 5
@@ -223,10 +224,7 @@ def test_layers_of_different_windows(
         outputs = llm.generate(
             prompts, temperature=0, max_new_tokens=20, ignore_eos=True, logprobs=VOCAB_SIZE, prompt_logprobs=VOCAB_SIZE
         )
-        engine = llm._engine
-        assert engine is not None
-        engine.check_integrity()
-        assert engine.scheduler.kv.pool.num_free == engine.scheduler.kv.pool.capacity
+        assert_nothing_held(llm._engine)
     assert sum(output.metrics.preemptions for output in outputs) > 0
     for output in outputs:
         assert_equal_to_reference(reference, output, tolerance=1e-4, vocab_size=VOCAB_SIZE)

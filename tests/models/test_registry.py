@@ -23,11 +23,6 @@ LLAMA = {"architectures": ["LlamaForCausalLM"]}
 NEW = {"architectures": ["NewForCausalLM"]}
 
 
-@pytest.fixture(autouse=True)
-def _no_recipes_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(search_path.ENVIRONMENT_VARIABLE, raising=False)
-
-
 class EntryPoint:
     group = search_path.ENTRY_POINT_GROUP
 

@@ -18,8 +18,8 @@ from fastgen.cli import app
 from fastgen.models.checkpoint.builtins import BUILTINS
 from fastgen.models.recipe.recipe import load_recipe
 from fastgen.models.resolve.resolve import resolve
+from tests.pages import ROOT, blocks
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     *(
         ROOT / each
@@ -27,10 +27,6 @@ PAGES = [
     ),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def printed_by(code: str) -> str:

@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 from fastgen.cli import app
 from fastgen.lab.report.results import read_directory
+from tests.pages import DOCS, blocks
 from tests.project.test_docs import printed_by
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "lab.md").read_text()
+PAGE = DOCS / "lab.md"
 # What makes the walk short: a calibration of a few seconds, and a limit that the first levels of the search miss.
 SHORTER = {"--seconds 60": "--seconds 5", "--goodput ttft:500 tpot:15": "--goodput ttft:500 tpot:0.01"}
 
@@ -21,7 +22,7 @@ SHORTER = {"--seconds 60": "--seconds 5", "--goodput ttft:500 tpot:15": "--goodp
 @pytest.mark.slow  # tests/cli runs each of its commands
 def test_the_walk_leads_to_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    commands = re.findall(r"^\$ (fastgen .*)$", PAGE, re.MULTILINE)
+    commands = re.findall(r"^\$ (fastgen .*)$", PAGE.read_text(), re.MULTILINE)
     assert [command.split()[1] for command in commands] == ["calibrate", "plan", "bench", "bench"]
     for command in commands:
         for long, short in SHORTER.items():
@@ -38,7 +39,7 @@ def test_the_walk_leads_to_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_the_python_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (code,) = blocks(PAGE, "python")
     monkeypatch.chdir(tmp_path)
     printed_by(code)
     assert "prefill_first" in (tmp_path / "report.html").read_text()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fastgen.runtime.engine import Engine
+from tests.runtime.held import assert_nothing_held
 
 # By the running test, which may have let them go.
 _made: list[Engine] = []
@@ -34,6 +35,4 @@ def _nothing_is_held(_engines_are_known: None) -> Iterator[None]:
     _shared.update(_made)
     _made.clear()
     for engine in list(_shared):
-        engine.check_integrity()
-        assert not engine.has_work
-        assert engine.scheduler.kv.pool.num_free == engine.scheduler.kv.pool.capacity
+        assert_nothing_held(engine)

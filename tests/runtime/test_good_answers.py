@@ -7,23 +7,14 @@ import random
 import pytest
 
 from fastgen.runtime.goodput import RATES, good_rates, longest_average_gap_s
-
-
-def averages(gaps: list[float]) -> list[float]:
-    """Returns ``pandas.Series(gaps).ewm(span=16, adjust=True).mean()``, by its definition."""
-    alpha = 2 / (16 + 1)
-    found = []
-    for end in range(len(gaps)):
-        weights = [(1 - alpha) ** (end - at) for at in range(end + 1)]
-        found.append(sum(w * g for w, g in zip(weights, gaps[: end + 1], strict=True)) / sum(weights))
-    return found
+from tests.averages import ewm_mean
 
 
 def test_the_average_is_that_of_the_formula() -> None:
     draw = random.Random(3)
     for num_gaps in range(80):
         gaps = [draw.expovariate(4) for _ in range(num_gaps)]
-        assert longest_average_gap_s(gaps) == pytest.approx(max(averages(gaps), default=0.0), rel=1e-12)
+        assert longest_average_gap_s(gaps) == pytest.approx(max(ewm_mean(gaps), default=0.0), rel=1e-12)
 
 
 def test_drawn_answers_are_good_where_the_formula_says_so() -> None:
@@ -37,7 +28,7 @@ def test_drawn_answers_are_good_where_the_formula_says_so() -> None:
         expected = [
             rate
             for rate in RATES
-            if ttft_s <= num_prompt_tokens / 512 and all(average < 1 / rate for average in averages(gaps))
+            if ttft_s <= num_prompt_tokens / 512 and all(average < 1 / rate for average in ewm_mean(gaps))
         ]
         assert good_rates(num_prompt_tokens, ttft_s, gaps) == expected
         verdicts.add(tuple(expected))

@@ -24,6 +24,7 @@ from fastgen.runtime.interrupts import interrupt_deferred
 from fastgen.runtime.llm import LLM, Stream
 from fastgen.runtime.step.step import Step
 from tests.runtime.checkpoints import MAX_POSITIONS, VOCAB_SIZE, save_checkpoint, save_tokenizer
+from tests.runtime.held import assert_nothing_held
 
 PROMPT = [5, 17, 99, 3]
 
@@ -45,15 +46,7 @@ def loaded(directory: Path) -> Iterator[LLM]:
 def llm(loaded: LLM) -> Iterator[LLM]:
     """The model, and the promise that nothing is held when the test ends."""
     yield loaded
-    assert_idle(loaded)
-
-
-def assert_idle(llm: LLM) -> None:
-    engine = llm._engine
-    assert engine is not None
-    engine.check_integrity()
-    assert not engine.has_work
-    assert engine.scheduler.kv.pool.num_free == engine.scheduler.kv.pool.capacity
+    assert_nothing_held(loaded._engine)
 
 
 def num_blocks_held(llm: LLM) -> int:
@@ -288,7 +281,7 @@ def test_a_step_that_fails_loses_no_other_answer(llm: LLM, monkeypatch: pytest.M
             assert output.token_ids == alone.token_ids[: len(output.token_ids)]
         else:
             assert output.token_ids == alone.token_ids
-    assert_idle(llm)
+    assert_nothing_held(llm._engine)
     assert llm.generate(PROMPT, max_new_tokens=9, ignore_eos=True).token_ids == expected[0].token_ids
 
 
@@ -350,7 +343,7 @@ def test_a_dropped_or_broken_off_stream_frees_its_blocks(llm: LLM) -> None:
     assert num_blocks_held(llm) == 0
     llm.stream(PROMPT, max_new_tokens=50)  # never asked for a chunk
     gc.collect()
-    assert_idle(llm)
+    assert_nothing_held(llm._engine)
     with llm.stream(PROMPT, max_new_tokens=50, ignore_eos=True) as stream:
         next(stream)
     assert num_blocks_held(llm) == 0
@@ -438,7 +431,7 @@ def test_a_stream_whose_end_was_interrupted_is_found_by_the_next_act(llm: LLM, m
     gc.collect()
     assert num_blocks_held(llm) == 1
     llm.generate(PROMPT, max_new_tokens=1)
-    assert_idle(llm)
+    assert_nothing_held(llm._engine)
 
 
 # Chat
@@ -674,5 +667,5 @@ def test_ctrl_c_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyboardInterrupt):
         llm.generate([PROMPT, [8] * 70], max_new_tokens=50, ignore_eos=True)
     monkeypatch.undo()
-    assert_idle(llm)
+    assert_nothing_held(llm._engine)
     assert llm.generate(PROMPT, max_new_tokens=9, ignore_eos=True).token_ids == expected

@@ -25,6 +25,7 @@ from fastgen.runtime.scheduling.policies import DynamicBatching, Policy
 from fastgen.runtime.step.step import Step
 from tests.fast import cases
 from tests.runtime.checkpoints import VOCAB_SIZE, families, save_checkpoint, small_cache
+from tests.runtime.held import assert_nothing_held
 
 MARGIN = 1e-3
 NUM_REQUESTS = 41
@@ -83,14 +84,6 @@ def assert_same(alone: list[GenerationOutput], outputs: list[GenerationOutput]) 
         assert other.finish_reason == one.finish_reason
 
 
-def assert_nothing_held(llm: LLM) -> None:
-    engine = llm._engine
-    assert engine is not None
-    engine.check_integrity()
-    assert not engine.has_work
-    assert engine.scheduler.kv.pool.num_free == engine.scheduler.kv.pool.capacity
-
-
 @pytest.mark.parametrize(
     ("token_budget", "block_size"),
     cases(itertools.product([8, 9, 64, 512], [1, 16]), fast=[(8, 1), (9, 16), (64, 16), (512, 1)]),
@@ -100,7 +93,7 @@ def test_at_every_budget_and_block_size(
 ) -> None:
     with fastgen.load(directory, token_budget=token_budget, block_size=block_size) as llm:
         outputs = llm.generate(PROMPTS, SAMPLINGS)
-        assert_nothing_held(llm)
+        assert_nothing_held(llm._engine)
     assert_same(alone, outputs)
 
 
@@ -112,7 +105,7 @@ def test_in_every_order_of_arrival(directory: Path, alone: list[GenerationOutput
             outputs = llm.generate([PROMPTS[index] for index in order], [SAMPLINGS[index] for index in order])
             by_index = dict(zip(order, outputs, strict=True))
             assert_same(alone, [by_index[index] for index in range(NUM_REQUESTS)])
-        assert_nothing_held(llm)
+        assert_nothing_held(llm._engine)
 
 
 @pytest.mark.parametrize("token_budget", [8, 48])
@@ -120,7 +113,7 @@ def test_with_preemptions(directory: Path, alone: list[GenerationOutput], token_
     options = {"token_budget": token_budget, "max_num_seqs": 8}
     with fastgen.load(directory, kv_cache_memory=small_cache(directory, SMALL_CACHE, **options), **options) as llm:
         outputs = llm.generate(PROMPTS, SAMPLINGS)
-        assert_nothing_held(llm)
+        assert_nothing_held(llm._engine)
     assert sum(output.metrics.preemptions for output in outputs) >= 5  # with a window a few blocks go a long way
     assert_same(alone, outputs)
 
@@ -134,7 +127,7 @@ def test_under_every_policy(directory: Path, alone: list[GenerationOutput], poli
         directory, token_budget=48, max_num_seqs=8, kv_cache_memory="200KiB", aging_s=0.05, **options
     ) as llm:
         outputs = llm.generate(PROMPTS, samplings)
-        assert_nothing_held(llm)
+        assert_nothing_held(llm._engine)
     assert_same(alone, outputs)
 
 
@@ -155,7 +148,7 @@ def test_while_others_come_and_go(directory: Path, alone: list[GenerationOutput]
                 engine.cancel(others.pop(rng.randrange(len(others))))
             engine.step()
             engine.check_integrity()
-        assert_nothing_held(llm)
+        assert_nothing_held(llm._engine)
         assert_same(alone, [generation.output() for generation in mine])
 
 

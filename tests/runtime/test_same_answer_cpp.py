@@ -13,9 +13,9 @@ import transformers
 
 import fastgen
 from fastgen import GenerationOutput
-from fastgen.runtime.llm import LLM
 from tests.reference import randomise, save
 from tests.runtime.checkpoints import small_cache
+from tests.runtime.held import assert_nothing_held
 
 VOCAB_SIZE = 83
 SIZES = {
@@ -98,15 +98,9 @@ def generate(directory: Path, weights: str, order: list[int], **options: Any) ->
     """All requests at once, submitted in this order."""
     with fastgen.load(directory, target="cpp", **WEIGHTS[weights], **options) as llm:
         outputs = llm.generate([PROMPTS[index] for index in order], temperature=0, **ANSWERS)
-        assert_nothing_held(llm)
+        assert_nothing_held(llm._engine)
     by_index = dict(zip(order, outputs, strict=True))
     return [by_index[index] for index in range(NUM_REQUESTS)]
-
-
-def assert_nothing_held(llm: LLM) -> None:
-    assert llm._engine is not None
-    llm._engine.check_integrity()
-    assert llm._engine.scheduler.kv.pool.num_free == llm._engine.scheduler.kv.pool.capacity
 
 
 @pytest.mark.parametrize(("family", "weights"), CASES)

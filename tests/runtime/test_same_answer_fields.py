@@ -15,10 +15,10 @@ import pytest
 
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
-from fastgen.runtime.llm import LLM
 from fastgen.runtime.scheduling.policies import splitfuse
 from tests.draws import number
 from tests.runtime.checkpoints import VOCAB_SIZE, families, save_checkpoint, save_tokenizer, small_cache
+from tests.runtime.held import assert_nothing_held
 
 NUM_REQUESTS = 41
 LONGEST = 60  # tokens of prompt and answer
@@ -85,18 +85,12 @@ def assert_same(alone: SequenceOf[GenerationOutput], outputs: SequenceOf[Generat
         assert result_of(other) == result_of(one), f"request {index}: {SAMPLINGS[index]}"
 
 
-def assert_nothing_held(llm: LLM) -> None:
-    assert llm._engine is not None
-    llm._engine.check_integrity()
-    assert llm._engine.scheduler.kv.pool.num_free == llm._engine.scheduler.kv.pool.capacity
-
-
 def test_at_every_small_budget(directory: Path, alone: list[GenerationOutput]) -> None:
     for token_budget in range(8, 25, number(1, in_short=3)):
         with fastgen.load(directory, target="cpp", token_budget=token_budget) as llm:
             some = slice(token_budget % 4, None, 4)
             assert_same(alone[some], llm.generate(PROMPTS[some], SAMPLINGS[some]))
-            assert_nothing_held(llm)
+            assert_nothing_held(llm._engine)
 
 
 def test_among_forty_others_in_any_chunks(
@@ -113,14 +107,14 @@ def test_among_forty_others_in_any_chunks(
     monkeypatch.setattr(splitfuse, "even_share", any_chunk)
     with fastgen.load(directory, target="cpp", token_budget=48, max_num_seqs=48) as llm:
         assert_same(alone, llm.generate(PROMPTS, SAMPLINGS))
-        assert_nothing_held(llm)
+        assert_nothing_held(llm._engine)
 
 
 def test_with_preemptions(directory: Path, alone: list[GenerationOutput]) -> None:
     options = {"target": "cpp", "block_size": 4, "token_budget": 16}
     with fastgen.load(directory, kv_cache_memory=small_cache(directory, LONGEST, **options), **options) as llm:
         outputs = llm.generate(PROMPTS, SAMPLINGS)
-        assert_nothing_held(llm)
+        assert_nothing_held(llm._engine)
     assert sum(each.metrics.preemptions for output in outputs for each in output.completions) >= 10
     assert_same(alone, outputs)
 
@@ -146,7 +140,7 @@ def test_while_streams_are_closed_and_requests_come(directory: Path, alone: list
             assert texts == [completion.text for completion in mine.output.completions]
             assert_same_at(alone, index, mine.output)
             del mine, closed
-        assert_nothing_held(llm)
+        assert_nothing_held(llm._engine)
 
 
 def assert_same_at(alone: list[GenerationOutput], index: int, output: GenerationOutput) -> None:

@@ -14,12 +14,12 @@ from fastgen.runtime.llm import LLM
 from fastgen.runtime.step.step import Step
 from tests.fast import cases
 from tests.runtime.checkpoints import VOCAB_SIZE, families, save_checkpoint, small_cache
+from tests.runtime.held import assert_nothing_held
 from tests.runtime.test_same_answer import (
     NUM_REQUESTS,
     PROMPTS,
     SAMPLINGS,
     SMALL_CACHE,
-    assert_nothing_held,
     assert_same,
     poison,
 )
@@ -52,7 +52,7 @@ def answers(llm: LLM, seed: int) -> list[GenerationOutput]:
     llm._engine.runner.launch = poisoned_launch  # type: ignore[method-assign]
     order = random.Random(seed).sample(range(NUM_REQUESTS), NUM_REQUESTS)
     outputs = llm.generate([PROMPTS[index] for index in order], [SAMPLINGS[index] for index in order])
-    assert_nothing_held(llm)
+    assert_nothing_held(llm._engine)
     by_index = dict(zip(order, outputs, strict=True))
     return [by_index[index] for index in range(NUM_REQUESTS)]
 

@@ -27,6 +27,7 @@ from tests.runtime import test_same_answer as same_answer
 from tests.runtime import test_same_answer_fields as fields
 from tests.runtime import test_same_answer_triton as triton
 from tests.runtime.checkpoints import families, save_checkpoint, save_tokenizer
+from tests.runtime.held import assert_nothing_held
 from tests.runtime.test_same_answer import num_certain_tokens
 
 
@@ -105,7 +106,7 @@ def test_the_same_answer_with_every_field(
         engine_of(llm).scheduler._propose_drafts = Oracle(fields.PROMPTS, alone, num_draft_tokens).propose
         watched = Watched(llm)
         fields.assert_same(alone, llm.generate(fields.PROMPTS, fields.SAMPLINGS))
-        fields.assert_nothing_held(llm)
+        assert_nothing_held(llm._engine)
     assert watched.num_drafts > watched.num_accepted > 100
 
 
@@ -118,7 +119,7 @@ def test_the_same_answer_with_preemptions(directory: Path, alone: list[Generatio
     with fastgen.load(directory, kv_cache_memory=cache, token_budget=16, **options) as llm:
         engine_of(llm).scheduler._propose_drafts = Oracle(fields.PROMPTS, alone, 6).propose
         outputs = llm.generate(fields.PROMPTS, fields.SAMPLINGS)
-        fields.assert_nothing_held(llm)
+        assert_nothing_held(llm._engine)
     assert sum(each.metrics.preemptions for output in outputs for each in output.completions) >= 10
     fields.assert_same(alone, outputs)
 
@@ -141,7 +142,7 @@ def test_what_was_computed_for_rejected_drafts_is_not_used(directory: Path, alon
         fields.assert_same(answers, llm.generate(prompts, samplings))
         engine_of(llm).scheduler._propose_drafts = None
         found = llm.generate(longer, **asked)
-        fields.assert_nothing_held(llm)
+        assert_nothing_held(llm._engine)
     assert [fields.result_of(output) for output in found] == [fields.result_of(output) for output in expected]
     num_cached = [output.metrics.cached_tokens for output in found]
     assert sum(max(0, num - len(prompt)) for num, (prompt, _) in zip(num_cached, answered, strict=True)) > 100
@@ -177,7 +178,7 @@ def test_on_the_reference(directory: Path) -> None:
         engine_of(llm).scheduler._propose_drafts = Oracle(prompts, expected, 4).propose
         watched = Watched(llm)
         assert_certain(expected, counts, llm.generate(prompts, samplings))
-        fields.assert_nothing_held(llm)
+        assert_nothing_held(llm._engine)
     assert watched.num_drafts > watched.num_accepted > 20
 
 
@@ -205,7 +206,7 @@ def test_on_interpreted_triton_kernels(tmp_path: Path) -> None:
         engine.scheduler._propose_drafts = propose
         watched = Watched(llm)
         assert_certain(expected, counts, llm.generate(prompts, samplings))
-        fields.assert_nothing_held(llm)
+        assert_nothing_held(llm._engine)
     assert watched.num_drafts > watched.num_accepted > 2
     assert min(number for prompt, number in asked if prompt == prompts[0]) == 2
 

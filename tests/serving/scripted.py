@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 import openai
@@ -17,7 +18,6 @@ from fastgen.runtime.requests.outputs import FinishReason, RequestMetrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.answers import USUAL_TEXT, Answers, TextRules
-from fastgen.serving.compat.sagemaker import sagemaker_routes
 from fastgen.serving.engine.messages import End, Progress
 from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.http.errors import add_error_handlers
@@ -25,10 +25,12 @@ from fastgen.serving.http.openai.chat import chat_routes
 from fastgen.serving.http.openai.completions import completion_routes
 from fastgen.serving.http.openai.models import model_routes
 from fastgen.serving.http.openai.responses.routes import responses_routes
+from fastgen.serving.http.sagemaker import sagemaker_routes
 from fastgen.serving.service import Running
 from fastgen.serving.tools.formats import ToolFormat
 
 MODEL = "scripted"
+_T = TypeVar("_T")
 
 
 def scripted_codec(template: str = "", special_tokens: tuple[str, ...] = ()) -> TextCodec:
@@ -116,3 +118,13 @@ async def openai_client(service: Any, tool_format: ToolFormat | None = None) -> 
     transport = httpx2.ASGITransport(app=application(service, tool_format))
     async with httpx2.AsyncClient(transport=transport) as http:
         yield openai.AsyncOpenAI(base_url="http://scripted/v1", api_key="none", max_retries=0, http_client=http)
+
+
+def ask(service: ScriptedService, use: Callable[[openai.AsyncOpenAI], Awaitable[_T]]) -> _T:
+    """Returns what ``use`` returns for a client of ``service``."""
+
+    async def run() -> _T:
+        async with openai_client(service) as client:
+            return await use(client)
+
+    return asyncio.run(run())

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass
@@ -38,3 +39,11 @@ def served(model: str, *flags: str, stderr: int | None = None) -> Iterator[Serve
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
+
+
+def is_running(pid: int) -> bool:
+    """Returns whether the process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.metrics import Histogram, Metrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.admission.admission import Admission
-from fastgen.serving.engine.messages import EngineFacts
+from fastgen.serving.admission.request_limits import MAX_OPEN_LOGPROBS
 from fastgen.serving.options import Limits
 from fastgen.serving.refusals import OverloadedError, TooLargeError, UnavailableError
-from fastgen.serving.request_limits import MAX_OPEN_LOGPROBS
+from tests.serving import fake_engine
 
 ANSWER = SamplingParams(max_new_tokens=10)
 
@@ -38,19 +39,7 @@ def engine(step_s: dict[int, float], *, looked_up: int = 0, hits: int = 0) -> Me
     return Metrics(**fields, sequences_finished_total={}, step_seconds=steps)
 
 
-FACTS = EngineFacts(
-    directory="",
-    architecture="",
-    recipe="",
-    vocab_size=100,
-    max_model_len=8192,
-    max_num_seqs=4,
-    token_budget=512,
-    block_size=16,
-    num_blocks=10_000,
-    ledger="",
-    load_s=1.0,
-)
+FACTS = msgspec.structs.replace(fake_engine.FACTS, vocab_size=100, max_model_len=8192, num_blocks=10_000)
 
 
 class Door:

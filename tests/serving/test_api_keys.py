@@ -8,7 +8,7 @@ import pytest
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.api_keys import API_KEY_VARIABLE, ApiKeys
-from fastgen.serving.helper_processes import _Process
+from fastgen.serving.isolated.processes import _Process
 from fastgen.serving.refusals import UnauthorizedError
 
 

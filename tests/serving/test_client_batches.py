@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from fastgen.serving.admission.json_limits import check_json_size
 from fastgen.serving.clients.requests import ClientRequest, batches
-from fastgen.serving.json_limits import check_json_size
 
 BIASES = dict.fromkeys(range(1 << 16), -1.25)
 

@@ -17,7 +17,9 @@ import pytest
 import fastgen
 from fastgen import LLM, GenerationOutput, SamplingParams
 from fastgen.errors import FastgenError, InvalidArgumentError
-from fastgen.serving.clients.client import AsyncClient, Client, Protocols, connect
+from fastgen.serving.clients.async_client import AsyncClient
+from fastgen.serving.clients.client import Client
+from fastgen.serving.clients.connect import Protocols, connect
 from fastgen.serving.clients.deployments import Deployment, deployments
 from fastgen.serving.refusals import OverloadedError, UnauthorizedError
 from tests.serving.live_views import is_idle, live_views

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from fastgen.errors import CheckpointError, InvalidArgumentError
 from fastgen.models.checkpoint.hub import locate
 from fastgen.runtime.text.tokenizer_checks import KNOWN_PATTERNS, check_tokenizer, has_unknown_patterns
-from fastgen.serving.encoding.encoder import TextEncoder
+from fastgen.serving.isolated.encoding.encoder import TextEncoder
 from tests.fast import cases
 from tests.runtime.checkpoints import save_checkpoint, save_tokenizer
 from tests.serving.server_process import served

@@ -21,7 +21,7 @@ from fastgen.models.checkpoint import hub
 from fastgen.serving.http.server import FLUSH_S
 from fastgen.serving.run import Endings, stop_all
 from tests.serving.http_client import RawClient, get
-from tests.serving.server_process import ServerProcess, served
+from tests.serving.server_process import ServerProcess, is_running, served
 from tests.serving.storm import children
 
 WAIT_S = 120.0
@@ -119,7 +119,7 @@ def test_a_server_that_is_killed_leaves_no_engine_behind() -> None:
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait(WAIT_S)
         end_s = time.monotonic() + WAIT_S
-        while _runs(engine):
+        while is_running(engine):
             assert time.monotonic() < end_s, "the engine runs on without its server"
             time.sleep(0.01)
 
@@ -197,10 +197,3 @@ end_process()
 """
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=WAIT_S, check=True)
     assert done.stdout == "registered\n"
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -17,10 +17,10 @@ from fastgen.serving.api_keys import API_KEY_VARIABLE
 from fastgen.serving.engine import restarts, supervisor
 from fastgen.serving.engine.client import EngineClient
 from fastgen.serving.engine.messages import End, Progress, Report, Submit
-from fastgen.serving.monitoring.watch import Watch
 from fastgen.serving.options import Limits
 from fastgen.serving.refusals import EngineDiedError, UnavailableError
 from fastgen.serving.service import Service
+from fastgen.serving.watch import Watch
 from tests.serving.fake_engine import FakeProcess, fake_processes
 from tests.serving.scripted import application, scripted_codec
 

@@ -19,6 +19,7 @@ from fastgen.runtime.requests.outputs import GenerationOutput
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.refusals import BadRequestError, EngineDiedError, UnavailableError
 from fastgen.serving.service import Running, Service
+from tests.serving.server_process import is_running
 
 # Longer than anything here takes.
 WAIT_S = 120.0
@@ -151,7 +152,7 @@ def test_a_process_that_is_silent_is_ended_and_started_again(live: Live) -> None
     with pytest.raises(EngineDiedError, match="silent"):
         live.run(running.output())
     live.until_ready_again()
-    assert not _exists(old)
+    assert not is_running(old)
     assert live.run(live.submit(SamplingParams(max_new_tokens=3)).output()).finish_reason == "length"
 
 
@@ -212,12 +213,4 @@ def test_draining_takes_no_more_and_ends_what_is_left_when_its_time_is_over(runn
         assert live.run(drain()).finish_reason == "length"
     finally:
         live.run(live.service.stop())
-    assert not _exists(pid)
-
-
-def _exists(pid: int) -> bool:
-    """Returns whether the process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    assert not is_running(pid)

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from fastgen.runtime.requests.response_format import ResponseFormat, parse_response_format
-from fastgen.serving.grammars.queue import MAX_WAITING, TrialQueue
-from fastgen.serving.grammars.trial import MAX_PROCESSES, FormatTrials
+from fastgen.serving.isolated.grammars.queue import MAX_WAITING, TrialQueue
+from fastgen.serving.isolated.grammars.trial import MAX_PROCESSES, FormatTrials
 from fastgen.serving.refusals import OverloadedError
 from tests.serving.scripted import scripted_codec
 

@@ -15,8 +15,8 @@ from grpc_tools import protoc
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.outputs import RequestMetrics
-from fastgen.serving.clients.records import OutputRecord
 from fastgen.serving.grpc import messages
+from fastgen.serving.http.records import OutputRecord
 from fastgen.serving.refusals import TooLargeError
 
 

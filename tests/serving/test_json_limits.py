@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgen.serving import json_limits
-from fastgen.serving.json_limits import FREE_BYTES, check_json_size, parse_json
+from fastgen.serving.admission import json_limits
+from fastgen.serving.admission.json_limits import FREE_BYTES, check_json_size, parse_json
 from fastgen.serving.refusals import TooLargeError
 
 MANY = 1 << 21

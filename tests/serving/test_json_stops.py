@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from fastgen.serving.admission.json_limits import FREE_BYTES, check_json_size
 from fastgen.serving.engine.garbage import rarely_collected
 from fastgen.serving.http import json_route
 from fastgen.serving.http.app import create_app
 from fastgen.serving.http.generate import generate_routes
 from fastgen.serving.http.guard import Guard
-from fastgen.serving.json_limits import FREE_BYTES, check_json_size
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service

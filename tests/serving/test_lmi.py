@@ -9,7 +9,7 @@ import pytest
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.arguments import sort_arguments
-from fastgen.serving.compat.lmi.translate import Translation, translate
+from fastgen.serving.lmi.translate import Translation, translate
 
 
 def translated(folder: Path, *lines: str, environment: dict[str, str] | None = None) -> Translation:

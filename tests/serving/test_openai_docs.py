@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,15 +14,12 @@ from fastgen.serving.http.openai.requests import ChatRequest, CompletionRequest,
 from fastgen.serving.http.openai.responses.requests import ResponsesRequest
 from fastgen.serving.http.openai.vllm import VllmChatFields, VllmFields
 from fastgen.serving.tools.formats import TOOL_FORMATS
+from tests.pages import DOCS, blocks
 from tests.serving.server_process import ServerProcess
 
-PAGE = Path(__file__).parents[2] / "docs" / "openai-api.md"
+PAGE = DOCS / "openai-api.md"
 TEXT = PAGE.read_text("utf-8")
 SHOWN = "http://127.0.0.1:8000"
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
 def table(heading: str) -> list[str]:
@@ -32,7 +28,7 @@ def table(heading: str) -> list[str]:
     return [re.split(r"(?<!\\)\|", row)[1] for row in rows[2:]]
 
 
-@pytest.mark.parametrize("command", blocks("bash"))
+@pytest.mark.parametrize("command", blocks(PAGE, "bash"))
 def test_its_commands_run(server: ServerProcess, command: str) -> None:
     assert SHOWN in command
     typed = command.replace(SHOWN, server.address).replace("curl ", "curl --fail-with-body ", 1)
@@ -47,7 +43,7 @@ def test_its_commands_run(server: ServerProcess, command: str) -> None:
 
 
 def test_its_python_runs(server: ServerProcess) -> None:
-    (code,) = blocks("python")
+    (code,) = blocks(PAGE, "python")
     code = code.replace(SHOWN, server.address)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx2
 import openai
@@ -16,11 +15,10 @@ from fastgen.runtime.requests.outputs import FinishReason
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.http.streaming import Gone
 from fastgen.serving.refusals import BadRequestError, EngineDiedError, OverloadedError, RefusedError
-from tests.serving.scripted import MODEL, ScriptedService, application, openai_client, scripted_codec
+from tests.serving.scripted import MODEL, ScriptedService, application, ask, scripted_codec
 
 HELLO: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
 ONCE: dict[str, Any] = {"model": MODEL, "prompt": "Once"}
-_T = TypeVar("_T")
 
 
 def ending(reason: FinishReason) -> ScriptedService:
@@ -41,14 +39,6 @@ def refusing(error: RefusedError, after: int = 0) -> ScriptedService:
 
     service._answer = refuse
     return service
-
-
-def ask(service: ScriptedService, use: Callable[[openai.AsyncOpenAI], Awaitable[_T]]) -> _T:
-    async def run() -> _T:
-        async with openai_client(service) as client:
-            return await use(client)
-
-    return asyncio.run(run())
 
 
 def post(service: ScriptedService, path: str, body: dict[str, Any]) -> httpx2.Response:

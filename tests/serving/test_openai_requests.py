@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from fastgen.serving.compat.sagemaker import Invocation
 from fastgen.serving.http.errors import invalid_request
 from fastgen.serving.http.generate import GenerateBody
 from fastgen.serving.http.openai.requests import MAX_TOKEN_IDS, ChatRequest, CompletionRequest, DetokenizeRequest
+from fastgen.serving.http.sagemaker import Invocation
 
 MANY = 20_000
 ONCE: dict[str, Any] = {"model": "m", "prompt": "Once"}

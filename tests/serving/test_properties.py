@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.serving.compat.lmi.properties import read_properties
+from fastgen.serving.lmi.properties import read_properties
 
 # Each as java.util.Properties documents it: a text, and the entries and lines that are in it.
 CASES = {

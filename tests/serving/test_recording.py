@@ -17,9 +17,9 @@ from typer.testing import CliRunner, Result
 from fastgen.cli import app
 from fastgen.runtime.flight.recording_file import parse_recording
 from fastgen.runtime.flight.replay import first_difference
-from fastgen.serving import recent_requests
 from fastgen.serving.clients.deployments import Deployment
-from fastgen.serving.recent_requests import RecentRequests
+from fastgen.serving.engine import recent_requests
+from fastgen.serving.engine.recent_requests import RecentRequests
 from tests.serving.server_process import ServerProcess, served
 
 PROMPT = "Once upon a time"

@@ -17,11 +17,7 @@ from starlette.responses import Response
 import fastgen
 from fastgen import SamplingParams
 from fastgen.errors import InvalidArgumentError
-from fastgen.serving.clients.client import Protocols
-from fastgen.serving.clients.deployments import Deployment
-from fastgen.serving.http.openai.run import in_pieces, json_response
-from fastgen.serving.refusals import BadRequestError
-from fastgen.serving.request_limits import (
+from fastgen.serving.admission.request_limits import (
     MANY_LOGPROBS,
     MAX_BEAMS,
     MAX_LOGPROBS,
@@ -34,6 +30,10 @@ from fastgen.serving.request_limits import (
     check_num_logprobs,
     num_logprobs,
 )
+from fastgen.serving.clients.connect import Protocols
+from fastgen.serving.clients.deployments import Deployment
+from fastgen.serving.http.openai.run import in_pieces, json_response
+from fastgen.serving.refusals import BadRequestError
 
 
 def fields(more: int) -> list[dict[str, Any]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import openai
 import pydantic
@@ -14,7 +12,7 @@ import pytest
 import fastgen
 from fastgen.serving.tools.formats import TOOL_FORMATS
 from tests.serving.scripted import MODEL as SCRIPTED
-from tests.serving.scripted import ScriptedService, openai_client, scripted_codec
+from tests.serving.scripted import ScriptedService, ask, scripted_codec
 from tests.serving.server_process import ServerProcess
 from tests.serving.test_openai_tools import HERMES, OSLO, always
 from tests.serving.test_tool_calls import written
@@ -32,7 +30,6 @@ TOOLS: list[Any] = [
     {"type": "function", "name": "look_up", "description": "Look up.", "parameters": PARAMETERS, "strict": False},
     {"type": "function", "name": "add", "parameters": None, "strict": None},
 ]
-_T = TypeVar("_T")
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +37,6 @@ def client(server: ServerProcess) -> openai.OpenAI:
     return openai.OpenAI(
         base_url=f"{server.address}/v1", api_key="none", max_retries=0, _strict_response_validation=True
     )
-
-
-def ask(service: ScriptedService, use: Callable[[openai.AsyncOpenAI], Awaitable[_T]]) -> _T:
-    async def run() -> _T:
-        async with openai_client(service) as client:
-            return await use(client)
-
-    return asyncio.run(run())
 
 
 def test_the_answer_is_the_librarys(client: openai.OpenAI, llm: fastgen.LLM) -> None:

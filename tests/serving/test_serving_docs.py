@@ -13,51 +13,44 @@ import typer
 
 from fastgen.arguments import arguments_of
 from fastgen.cli import app
-from fastgen.serving.compat.lmi.translate import KEYS
+from fastgen.serving.lmi.translate import KEYS
 from fastgen.serving.options import ServeOptions
+from tests.pages import DOCS, blocks, section
 from tests.serving.server_process import ServerProcess
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGE, LOADING = (DOCS / "serving.md").read_text(), (DOCS / "arguments.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-
-
-def section(title: str) -> str:
-    (found,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
-    return found
+PAGE, LOADING = DOCS / "serving.md", (DOCS / "arguments.md").read_text()
 
 
 def test_the_flags_of_the_page_and_of_loading_are_those_of_the_command() -> None:
     command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
     real = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts) if flag.startswith("--")}
-    rows = [line.split("|")[1] for line in (section("Flags") + LOADING).splitlines() if line.startswith("| `--")]
+    rows = [line.split("|")[1] for line in (section(PAGE, "Flags") + LOADING).splitlines() if line.startswith("| `--")]
     assert set(re.findall(r"`(--[\w-]+)`", " ".join(rows))) == real
 
 
 def test_every_argument_of_serving_has_its_flag() -> None:
-    rows = " ".join(line.split("|")[1] for line in section("Flags").splitlines() if line.startswith("| `--"))
+    rows = " ".join(line.split("|")[1] for line in section(PAGE, "Flags").splitlines() if line.startswith("| `--"))
     named = {flag.removeprefix("--").replace("-", "_") for flag in re.findall(r"`(--[\w-]+)`", rows)}
     named |= set(re.findall(r"\(`(\w+)`\)", rows))
     assert {argument.name for argument in arguments_of(ServeOptions)} <= named
 
 
 def test_every_key_of_lmi_is_in_the_table() -> None:
-    rows = " ".join(line.split("|")[1] for line in section("SageMaker and LMI").splitlines() if line.startswith("| `"))
+    rows = " ".join(
+        line.split("|")[1] for line in section(PAGE, "SageMaker and LMI").splitlines() if line.startswith("| `")
+    )
     assert set(re.findall(r"`([\w.]+)`", rows)) == set(KEYS)
 
 
 def test_the_python_of_the_page_runs(tmp_path: Path) -> None:
-    (code,) = blocks("python")
+    (code,) = blocks(PAGE, "python")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) > 20
 
 
 def test_the_curl_lines_of_the_page_run(server: ServerProcess) -> None:
-    (shown,) = blocks("sh")
+    (shown,) = blocks(PAGE, "sh")
     commands = [line for line in shown.replace("\\\n", " ").splitlines() if line]
     assert len(commands) == 3
     for command in commands:

@@ -15,9 +15,9 @@ from fastgen.models.checkpoint.hub import locate
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.runtime.text.prompts import TemplateOptions
-from fastgen.serving import helper_processes
+from fastgen.serving.isolated import processes
+from fastgen.serving.isolated.templates.renderer import TemplateRenderer
 from fastgen.serving.refusals import UnavailableError
-from fastgen.serving.templates.renderer import TemplateRenderer
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "Größe 👍"},
@@ -176,7 +176,7 @@ def test_a_process_that_stands_still_is_ended_after_some_time(
 ) -> None:
     expected = renderer.render(MESSAGES[:2], None, TemplateOptions())
     with monkeypatch.context() as patch:
-        patch.setattr(helper_processes, "MAX_WALL_S", 0.2)
+        patch.setattr(processes, "MAX_WALL_S", 0.2)
         stopped = _end_each(renderer, patch, signal.SIGSTOP)
         long = [{"role": "user", "content": "x" * (1 << 20)}]  # more than a pipe holds
         with pytest.raises(UnavailableError):

@@ -11,8 +11,8 @@ from fastgen.runtime.requests.outputs import FinishReason, RequestMetrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.engine.messages import End, Progress
 from fastgen.serving.engine.request import EngineRequest
-from fastgen.serving.monitoring.watch import Watch
 from fastgen.serving.options import Limits
+from fastgen.serving.watch import Watch
 
 NOW_S = 1000.0
 

@@ -145,10 +145,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+        given = {each.untyped_storage()._cdata for each in tensors_in((args, kwargs))}
         result = func(*args, **(kwargs or {})) if self._device != META else _described(func, args, kwargs or {})
         self._note_freed()
-        for each in _tensors(result):
+        for each in tensors_in(result):
             storage = each.untyped_storage()
             is_new = storage._cdata not in given and storage._cdata not in self._alive
             if is_new and storage.nbytes() >= self._at_least and storage.device == self._device:
@@ -202,11 +202,12 @@ def _is_in_order(tensor: Tensor) -> bool:
     return all(first >= second for first, second in pairwise(strides))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in ``value``, also in its dictionaries, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from tensors_in(list(value.values()))
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_in(each)

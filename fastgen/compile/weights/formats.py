@@ -35,11 +35,6 @@ class Quantized:
     codes: Tensor
     scale: Tensor
 
-    def dequantize(self) -> Tensor:
-        """Returns the values in fp32, ``[rows, K]``."""
-        grouped = self.codes.view(*self.scale.shape, -1)
-        return (grouped * self.scale[:, :, None]).flatten(1)
-
 
 def quantize_channels(weight: Tensor) -> Quantized:
     """Quantizes ``weight [out, in]`` to 8 bits with one scale for each output; codes are −127 to 127."""

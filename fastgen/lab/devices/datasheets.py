@@ -7,7 +7,7 @@ direction: datasheets print the sum of both.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from fastgen.compile.backends.choose import target_facts
@@ -122,6 +122,26 @@ def _pcie(bandwidth: float, *, shares_memory: bool) -> Link:
 
 
 # Memory that CUDA reports: ``total_memory`` of torch's device properties, as its messages of exhausted memory print it.
+
+# NVIDIA H100 Tensor Core GPU datasheet, column "H100 SXM": 80 GB, 3.35 TB/s; 1,979 TFLOPS in bf16 and fp16 and
+# 3,958 in fp8 and int8, all sparse; 67 TFLOPS in fp32; NVLink 900 GB/s. 132 multiprocessors: H100 whitepaper.
+_H100: Final = Datasheet(
+    name="H100",
+    memory_bytes=80 * GIB,
+    reported_bytes=int(79.18 * GIB),
+    bandwidth=3350 * GB,
+    rates={
+        "float32": 66.9 * TERA,
+        "bfloat16": 989.4 * TERA,
+        "float16": 989.4 * TERA,
+        "fp8": 1978.9 * TERA,
+        "int8": 1978.9 * TERA,
+    },
+    links=(Link("NVLink", 450 * GB, _NVLINK_LATENCY_S),),
+    capability=(9, 0),
+    num_sms=132,
+)
+
 _ALL: Final = (
     # NVIDIA A100 Tensor Core GPU datasheet (2021), column "A100 80GB SXM": 2,039 GB/s; 312 TFLOPS in bf16 and fp16, 624
     # TOPS in int8, 19.5 TFLOPS in fp32; NVLink 600 GB/s. 108 multiprocessors: A100 architecture whitepaper, table 4.
@@ -151,41 +171,9 @@ _ALL: Final = (
         capability=(8, 6),
         num_sms=84,
     ),
-    # NVIDIA H100 Tensor Core GPU datasheet, column "H100 SXM": 80 GB, 3.35 TB/s; 1,979 TFLOPS in bf16 and fp16 and
-    # 3,958 in fp8 and int8, all sparse; 67 TFLOPS in fp32; NVLink 900 GB/s. 132 multiprocessors: H100 whitepaper.
-    Datasheet(
-        name="H100",
-        memory_bytes=80 * GIB,
-        reported_bytes=int(79.18 * GIB),
-        bandwidth=3350 * GB,
-        rates={
-            "float32": 66.9 * TERA,
-            "bfloat16": 989.4 * TERA,
-            "float16": 989.4 * TERA,
-            "fp8": 1978.9 * TERA,
-            "int8": 1978.9 * TERA,
-        },
-        links=(Link("NVLink", 450 * GB, _NVLINK_LATENCY_S),),
-        capability=(9, 0),
-        num_sms=132,
-    ),
+    _H100,
     # NVIDIA H200 Tensor Core GPU datasheet, column "H200 SXM": 141 GB, 4.8 TB/s; rates and links of the H100.
-    Datasheet(
-        name="H200",
-        memory_bytes=141 * GB,
-        reported_bytes=int(139.81 * GIB),
-        bandwidth=4800 * GB,
-        rates={
-            "float32": 66.9 * TERA,
-            "bfloat16": 989.4 * TERA,
-            "float16": 989.4 * TERA,
-            "fp8": 1978.9 * TERA,
-            "int8": 1978.9 * TERA,
-        },
-        links=(Link("NVLink", 450 * GB, _NVLINK_LATENCY_S),),
-        capability=(9, 0),
-        num_sms=132,
-    ),
+    replace(_H100, name="H200", memory_bytes=141 * GB, reported_bytes=int(139.81 * GIB), bandwidth=4800 * GB),
     # NVIDIA A10G datasheet (AWS, 2022): 24 GB, 600 GB/s, 35 TFLOPS in fp32, 70 | 140 (sparse) in bf16 and fp16, 140 |
     # 280 in int8; PCIe 4.0 x16. 80 multiprocessors. In AWS's g5 machines they cannot reach each other's memory.
     Datasheet(

@@ -231,19 +231,10 @@ def roofline(
     )
 
 
-def step_cost(
-    build: ModelBuild,
-    device: Datasheet,
-    *,
-    token_budget: int,
-    tensor_parallel: int = 1,
-    kv_dtype: str | None = None,
-    efficiency: Efficiency | None = None,
-) -> StepCost:
+def step_cost(build: ModelBuild, device: Datasheet, *, token_budget: int, tensor_parallel: int = 1) -> StepCost:
     """Returns the cost of steps of up to ``token_budget`` tokens; the other arguments are those of
     :func:`roofline`."""
-    found = roofline(build, device, tensor_parallel=tensor_parallel, kv_dtype=kv_dtype, efficiency=efficiency)
-    return found.cost(token_budget)
+    return roofline(build, device, tensor_parallel=tensor_parallel).cost(token_budget)
 
 
 def model_build(spec: ModelSpec, device: Datasheet, dtype: torch.dtype, weight_format: str | None = None) -> ModelBuild:

@@ -1,13 +1,13 @@
 """Search for the most load that keeps an SLO: clients of a closed loop, or requests per second of an open one.
 
-A level keeps the SLO if at least the required share of its requests is good. Whether it does is decided by Wilson's
-interval of that share: the whole interval must lie on one side of what is required, else the level is measured again
-with other requests, a few times. So the answer is an interval too: from the highest level that was shown to keep the
-SLO to the lowest that was shown to miss it.
+A level keeps the SLO if at least the required share of its requests is good. Wilson's interval of the measured share
+decides that. If the required share lies inside the interval, the level is measured again with other requests, a few
+times. So the answer is an interval too: from the highest level that was shown to keep the SLO to the lowest that was
+shown to miss it.
 
 The search doubles the level until one misses, or halves it until one keeps the SLO, and then bisects. It takes for
 granted that a higher level is not better. Wilson's interval takes requests for independent, which those of one run are
-not quite; a level that is measured again pools its runs.
+not quite. The runs of one level are pooled.
 """
 
 from __future__ import annotations
@@ -151,6 +151,8 @@ def search(
 
 
 class _Search:
+    """A search under way: the levels that were measured so far."""
+
     def __init__(
         self,
         measure: Callable[[float, int], Run],

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fastgen.serving.clients.deployments import Deployment, find_deployment
-from fastgen.serving.clients.detached import serve
+from fastgen.serving.detached import serve
 
 
 @contextmanager

@@ -137,7 +137,7 @@ def _account(result: Result) -> str:
         "of an answer, are about the requests in flight (Little's law), and there were few: two to six for the "
         "continuous kinds. At such a load the simulated device gives 1.4 times AWS's tokens a second with short "
         "prompts, and 2.4 times with long ones. It has no HTTP endpoint, no cloud in between, and kernels as good as "
-        "on other devices; what of that makes the difference the post does not say.\n\n"
+        "on other devices. The post does not say which of these makes the difference.\n\n"
         "`dynamic` is far from AWS's figure. With two clients a batch of two loses little here, so the factor of ten "
         "in the post's table does not come from batching. It does cost up to half of the throughput with 16 clients "
         "and more, when answers of one batch wait for each other. Its listing names the engine with tensor "

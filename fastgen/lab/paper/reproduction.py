@@ -43,7 +43,7 @@ _DIGITS: Final = 5
 
 @dataclass(frozen=True)
 class Setting:
-    """How a reproduction is run."""
+    """The size of a run of a reproduction, and its checkpoint."""
 
     # Few requests and loads: enough to see that it works, too few for its figures.
     small: bool = False

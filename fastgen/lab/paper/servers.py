@@ -68,17 +68,9 @@ def planned(workload: Workload, seed: int = 0) -> list[PlannedRequest]:
     return workload.requests(vocab_size=32_000, seed=seed)
 
 
-def closed_loop(
-    server: Server,
-    requests: Sequence[PlannedRequest],
-    clients: int,
-    *,
-    replicas: int = 1,
-    router: str = "least_tokens",
-    facts: Any = None,
-) -> Run:
+def closed_loop(server: Server, requests: Sequence[PlannedRequest], clients: int, *, replicas: int = 1) -> Run:
     """Returns the run of ``clients`` that draw from one queue of requests."""
-    return _simulation(server, requests, clients, num_replicas=replicas, router=router, workload=facts or {}).run()
+    return _simulation(server, requests, clients, num_replicas=replicas).run()
 
 
 def recorded(server: Server, requests: Sequence[PlannedRequest], clients: int) -> tuple[Run, Recording]:

@@ -1,4 +1,4 @@
-"""How much of a model fits: the memory ledger of one device, blocks of the KV cache, and requests of one shape."""
+"""Computes what fits on a device: its memory ledger, blocks of the KV cache, and requests of one shape."""
 
 from __future__ import annotations
 

@@ -55,14 +55,14 @@ def latency_by_sequences(passes: Sequence[Forward]) -> list[Curve]:
     return _curves(passes, lambda each: each.num_sequences, lambda each: each.num_tokens, "token")
 
 
-def throughput_by_tokens(passes: Sequence[Forward], label: str = "forward passes") -> list[Curve]:
+def throughput_by_tokens(passes: Sequence[Forward]) -> list[Curve]:
     """Returns tokens a second against the tokens of a forward pass: one curve."""
     points = []
     for members in _classes(passes, lambda each: each.num_tokens).values():
         if len(members) >= _LEAST_STEPS:
             tokens = Measured(float(np.median([each.num_tokens for each in members])))
             points.append(Point(tokens, _quartiles([each.num_tokens / each.seconds for each in members])))
-    return [Curve(label, tuple(points))] if points else []
+    return [Curve("forward passes", tuple(points))] if points else []
 
 
 def _curves(passes: Sequence[Forward], x: _Count, other: _Count, unit: str) -> list[Curve]:

@@ -23,9 +23,7 @@ def curve_plot(
     *,
     x: str,
     y: str,
-    title: str = "",
     log_x: bool = False,
-    log_y: bool = False,
     diagonal: bool = False,
 ) -> Figure:
     """Returns a plot of ``curves`` with their intervals and notes.
@@ -36,17 +34,13 @@ def curve_plot(
     draw_curves(axes, curves)
     if diagonal:
         _draw_proportional(axes, curves[0])
+    axes.set_ylim(bottom=0)
     if log_x:
         _scale_by_octaves(axes)
-    if log_y:
-        axes.set_yscale("log")
     else:
-        axes.set_ylim(bottom=0)
-    if not log_x:
         axes.set_xlim(left=0)
-        if not log_y:
-            _draw_notes(axes, curves)
-    finish(axes, x=x, y=y, title=title)
+        _draw_notes(axes, curves)
+    finish(axes, x=x, y=y)
     return figure
 
 
@@ -123,17 +117,13 @@ def _draw_notes(axes: Axes, curves: Sequence[Curve]) -> None:
                 )
 
 
-def bar_plot(
-    groups: Sequence[str], series: Sequence[Bars], *, x: str = "", y: str, title: str = "", log_y: bool = False
-) -> Figure:
+def bar_plot(groups: Sequence[str], series: Sequence[Bars], *, x: str = "", y: str, title: str = "") -> Figure:
     """Returns bars for each of ``groups``, those of one series in one style, with intervals and their values."""
     figure, (axes,) = new_figure()
     width = _GROUP_WIDTH / max(len(series), 1)
     for place, (bars, style) in enumerate(zip(series, styles(), strict=False)):
         _draw_bars(axes, bars, (place + 0.5) * width - _GROUP_WIDTH / 2, width, style)
     axes.set_xticks(range(len(groups)), groups)
-    if log_y:
-        axes.set_yscale("log")
     axes.margins(y=0.12)
     finish(axes, x=x, y=y, title=title)
     axes.grid(visible=False, axis="x")

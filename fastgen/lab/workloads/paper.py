@@ -23,10 +23,6 @@ from fastgen.lab.workloads.named import stated
 from fastgen.lab.workloads.prompts import drawn_ids, generator
 from fastgen.lab.workloads.request import PlannedRequest
 
-# The mean lengths of the paper's prompts and answers, and the length at which the scripts cut prompts.
-SHAPES = tuple(
-    (prompt, answer, 2000 if prompt == 1900 else 4000) for prompt in (1200, 1900, 2600) for answer in (60, 128)
-)
 _SCRIPTS_SEED = 42
 _LENGTHS = ("exact", "clamped")
 
@@ -37,8 +33,8 @@ class Paper:
 
     With ``lengths=exact`` the lengths are those of the scripts, whatever the seed of the run. The scripts send what
     they drew, even an empty prompt or an answer of no tokens; here such a draw is an error. It is rare (one length in
-    2,300) and does not occur among the first 1,024 requests of any of :data:`SHAPES`. With ``lengths=clamped`` the
-    seed of the run counts, and lengths are at least 1.
+    2,300) and does not occur among the first 1,024 requests of any of the paper's pairs of mean lengths. With
+    ``lengths=clamped`` the seed of the run counts, and lengths are at least 1.
     """
 
     name: ClassVar[str] = "paper"

@@ -239,23 +239,13 @@ def _check_parts(sharers: Sequence[TensorSpec]) -> None:
             taken[entry] = spec
     left = sorted(set(range(dict(first.layout.sizes)["part"])) - taken.keys())
     if left:
-        node = first.node
-        raise RecipeError(
-            f"nothing takes entry {left[0]} of the axis `part` of tensor {first.names[0]!r} ({first.layout.pattern})",
-            file=node.file,
-            line=node.line,
-            node=node.path,
+        raise first.node.error(
+            f"nothing takes entry {left[0]} of the axis `part` of tensor {first.names[0]!r} ({first.layout.pattern})"
         )
 
 
 def _claimed_twice(name: str, first: TensorSpec, second: TensorSpec) -> RecipeError:
-    node = second.node
-    return RecipeError(
-        f"tensor {name!r} is claimed twice, first by {first.node}",
-        file=node.file,
-        line=node.line,
-        node=node.path,
-    )
+    return second.node.error(f"tensor {name!r} is claimed twice, first by {first.node}")
 
 
 def _misfit(

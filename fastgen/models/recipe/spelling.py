@@ -6,6 +6,8 @@ import difflib
 import reprlib
 from collections.abc import Iterable
 
+_MOST_CHARACTERS = 80
+
 
 def close_to(name: object, known: Iterable[str], *, ending: str = "") -> str:
     """Returns ``"; did you mean 'x'?"`` if some of ``known`` are spelled nearly like ``name``, else nothing.
@@ -20,10 +22,10 @@ def close_to(name: object, known: Iterable[str], *, ending: str = "") -> str:
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-def one_of(name: object, known: Iterable[str], *, ending: str = "") -> str:
+def one_of(name: object, known: Iterable[str]) -> str:
     """Returns :func:`close_to` and then a list of all that are ``known``."""
     known = list(known)
-    near = close_to(name, known, ending=ending)
+    near = close_to(name, known)
     return f"{near}{' Known' if near else '; known'} are {', '.join(known)}"
 
 
@@ -35,7 +37,7 @@ def shown(value: object) -> str:
         return f"{type(value).__name__} of thousands of digits"
 
 
-def quoted(name: str, most: int = 80) -> str:
-    """Returns a name, cut to ``most`` characters, with characters that cannot be printed escaped."""
-    cut = name if len(name) <= most else f"{name[:most]}…"
+def quoted(name: str) -> str:
+    """Returns a name, cut to ``_MOST_CHARACTERS``, with characters that cannot be printed escaped."""
+    cut = name if len(name) <= _MOST_CHARACTERS else f"{name[:_MOST_CHARACTERS]}…"
     return cut if cut.isprintable() else ascii(cut)[1:-1]

@@ -60,7 +60,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Nearness:
-    """How well ``recipe`` describes a checkpoint: it explains ``explained`` of the ``num_tensors`` tensors.
+    """The fit of ``recipe`` to a checkpoint: it explains ``explained`` of the ``num_tensors`` tensors.
 
     A larger ``score`` is nearer. ``structure`` is the share of folded tensors that both sides have among those that
     either side has; ``names`` is the similarity of their names. ``spec`` is the resolved recipe, with only the first

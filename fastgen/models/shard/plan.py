@@ -1,4 +1,4 @@
-"""How a model is split over ranks, in words and bytes, known before a weight is read."""
+"""Describes how a model is split over ranks, in words and bytes, before a weight is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastgen.models.spec import AttentionSpec, LatentAttentionSpec, MlpSpec, Mod
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """How a whole model is split over ``ranks``, the spec of each.
+    """The split of a ``whole`` model. ``ranks`` has the model spec of each rank.
 
     ``parts`` says what a rank has of each kind of part, ``num_sums`` how often a step sums over the ranks,
     ``weight_bytes`` what the weights of each rank take in the checkpoint's own format.

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
+
+from fastgen.errors import RecipeError
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,10 @@ class NodeRef:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.path}"
+
+    def error(self, message: str) -> RecipeError:
+        """Returns an error that names this node."""
+        return RecipeError(message, file=self.file, line=self.line, node=self.path)
 
 
 @dataclass(frozen=True)
@@ -70,20 +78,20 @@ class LinearSpec:
 
 def tensors_of(node: object) -> Iterator[TensorSpec]:
     """Yields the tensors at and below a spec (or in a tuple of specs), in the order of its fields."""
-    if isinstance(node, TensorSpec):
-        yield node
-    else:
-        for child in _children(node):
-            yield from tensors_of(child)
+    return _below(node, TensorSpec)
 
 
 def linears_of(node: object) -> Iterator[LinearSpec]:
     """Yields the linear maps at and below a spec (or in a tuple of specs), in the order of its fields."""
-    if isinstance(node, LinearSpec):
+    return _below(node, LinearSpec)
+
+
+def _below(node: object, kind: type[_T]) -> Iterator[_T]:
+    if isinstance(node, kind):
         yield node
     else:
         for child in _children(node):
-            yield from linears_of(child)
+            yield from _below(child, kind)
 
 
 def _children(node: object) -> Iterator[object]:

@@ -57,6 +57,7 @@ class Difference:
         self.scope = self.scope.with_names(**{name: value for name, value in defined.items() if value is not _MISSING})
 
     def of(self, proposal: Node) -> Node:
+        """Returns the part of ``proposal`` that the nearest recipe does not say."""
         aliases: Node = {"aliases": Leaf(None)} if self.tree.get("aliases") else {}
         return aliases | self._below(proposal, self.tree, ())
 

@@ -113,7 +113,7 @@ def _beginning(recording: Recording) -> int:
         if isinstance(event, Snapshot):
             return place
     raise InvalidArgumentError(
-        f"the recording begins at step {recording.header.first_step}, since the recorder had let go of earlier "
+        f"the recording begins at step {recording.header.first_step}, since the recorder had dropped earlier "
         "ones, and has no snapshot to begin with: its ring was too small for the scheduler's state"
     )
 

@@ -46,8 +46,6 @@ class OtherPrompts:
     num_requests: int
     longest_request: int
     longest_tokens: int
-    # Tokens of the longest that were computed in the span.
-    computed_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +139,6 @@ class TimeAccount:
             num_requests=len(prompt_tokens),
             longest_request=longest,
             longest_tokens=arrivals[longest].prompt_tokens,
-            computed_tokens=prompt_tokens[longest],
         )
 
     def _cut(self) -> Iterator[_Slice]:

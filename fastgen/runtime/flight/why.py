@@ -88,7 +88,7 @@ def why(recording: Recording, sequence: str, cost: StepCost | None = None) -> Wh
     if recording.header.first_step and recording.steps and arrival.clock_s < recording.steps[0].began_s:
         raise InvalidArgumentError(
             f"request {arrival.request} came before step {recording.header.first_step}, where this recording begins: "
-            "the recorder had let go of earlier steps"
+            "the recorder had dropped earlier steps"
         )
     ours = recording.together(sequence)
     own_steps = [step for step in recording.steps if any(entry.sequence in ours for entry in step.entries)]

@@ -386,7 +386,6 @@ class KVCacheManager:
         assert self.prefix_cache is not None
         self._looked_up.remove(seq)
         statistics = self.prefix_cache.statistics
-        statistics.lookups += 1
         statistics.lookup_tokens += seq.num_tokens
         statistics.hit_tokens += seq.num_computed_tokens
 

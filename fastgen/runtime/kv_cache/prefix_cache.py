@@ -32,9 +32,7 @@ from fastgen.runtime.kv_cache.block_pool import PADDING_BLOCK
 class PrefixCacheStatistics:
     """Counts since the start. The hit rate is ``hit_tokens / lookup_tokens``."""
 
-    # Admitted sequences that were looked up, also those admitted again after a preemption.
-    lookups: int = 0
-    # Tokens that these sequences had.
+    # Tokens of the admitted sequences that were looked up, also of those admitted again after a preemption.
     lookup_tokens: int = 0
     # Tokens among them that were found and not computed again.
     hit_tokens: int = 0

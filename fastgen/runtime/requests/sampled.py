@@ -13,7 +13,7 @@ class Candidate(NamedTuple):
     """A token that may come next in a beam."""
 
     token_id: int
-    # What it adds to the beam's sum: its log-probability, as penalties and bias made it. Finite.
+    # Its log-probability after penalties and bias, which is added to the beam's sum. It is finite.
     score: float
     # The log-probabilities to report with it, if the request asks for them.
     logprobs: Logprobs | None = None
@@ -23,7 +23,7 @@ class SampledToken(NamedTuple):
     """The result of one row of logits. With an ``error`` there are no ``logprobs``, and ``token_id`` means nothing."""
 
     token_id: int
-    # As :attr:`SamplingParams.logprobs` asks; see :func:`fastgen.runtime.sampling.sampler.token_logprobs`.
+    # Those that :attr:`SamplingParams.logprobs` asks for; see :func:`fastgen.runtime.sampling.sampler.token_logprobs`.
     logprobs: Logprobs | None = None
     error: str | None = None
     # Whether the error is that logits were not finite, so that nothing computed for the sequence can be trusted.

@@ -24,7 +24,9 @@ MAX_N = 16384
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen and when it ends. Raises ``InvalidArgumentError`` for a bad field.
+    """The rules by which the tokens of one request are chosen, and by which it ends.
+
+    Raises ``InvalidArgumentError`` for a bad field.
 
     A tie between equal logits goes to the lowest id when greedy. Filters apply in the order of the fields:
     penalties, bias, what is forbidden, temperature, top-k, top-p, min-p (:mod:`fastgen.compile.ops.sampling.reference`

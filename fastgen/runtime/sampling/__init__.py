@@ -1,1 +1,1 @@
-"""Which token comes next: parameters, the sampler, beams, and the shape an answer must have."""
+"""Chooses the next tokens: the sampler, beam search, and formats of answers."""

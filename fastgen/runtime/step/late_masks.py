@@ -1,7 +1,7 @@
-"""Which sequences a step leaves out because it is not known yet what their format allows next.
+"""Postpones sequences in a step because it is not known yet what their format allows next.
 
-Their row is computed and its token dropped: the step is not counted for them, and the next one computes the same token
-again. So no sequence waits long for the mask of another.
+Their row is computed, and its token is dropped. The step does not count for them, and the next one computes the same
+token again. So no sequence waits long for the mask of another.
 """
 
 from __future__ import annotations

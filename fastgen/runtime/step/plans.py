@@ -60,7 +60,7 @@ class PlanBoard:
     """The places for plans in ``memory``, each with room for ``payload_bytes``."""
 
     def __init__(self, memory: RankMemory, payload_bytes: int):
-        self._memory, self._payload_bytes = memory, payload_bytes
+        self._memory = memory
         raw = memory.others.numpy()
         lines = 2 * memory.count * LINE_BYTES
         words = raw[:lines].view(np.int64)[:: LINE_BYTES // 8]

@@ -1,1 +1,1 @@
-"""Admission control, and the prediction of times to the first token."""
+"""Admission control, the limits on single requests, and the prediction of times to the first token."""

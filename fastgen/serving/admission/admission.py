@@ -12,11 +12,10 @@ from typing import Literal, NamedTuple
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.admission.prediction import EngineSize, Load, Pending, Prediction
+from fastgen.serving.admission.request_limits import MAX_OPEN_LOGPROBS, num_logprobs
 from fastgen.serving.engine.messages import EngineFacts
-from fastgen.serving.monitoring.prometheus import Refusal
 from fastgen.serving.options import Limits
-from fastgen.serving.refusals import OverloadedError, TooLargeError, UnavailableError
-from fastgen.serving.request_limits import MAX_OPEN_LOGPROBS, num_logprobs
+from fastgen.serving.refusals import OverloadedError, Refusal, TooLargeError, UnavailableError
 
 # How long refusals reuse one prediction, because a refusal must be cheap.
 _PREDICTION_S = 0.1

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
@@ -48,7 +48,6 @@ class Pending:
     num_seqs: int
     priority: int
     order: int
-    submitted_s: float
     # When its first token came.
     started_s: float | None = None
 
@@ -106,7 +105,7 @@ class Load:
     ) -> Pending:
         """Records a request that was sent to the engine."""
         self._num_submitted += 1
-        pending = Pending(num_prompt_tokens, num_new_tokens, num_seqs, priority, self._num_submitted, now_s)
+        pending = Pending(num_prompt_tokens, num_new_tokens, num_seqs, priority, self._num_submitted)
         if not self._waiting:
             self._moved_s = now_s
         insort(self._waiting, pending, key=_urgency)
@@ -150,7 +149,7 @@ class Load:
         prompts.append(_Prompt(num_own, num_seqs, 1.0, num_prompt_tokens))
         decoding = self._decoding(now_s)
         num_then = sum(num for _, num, _ in decoding) + sum(prompt.num_seqs for prompt in prompts)
-        gap_size = self._size_for(min(slots, num_then))
+        gap_size = _size_for(self._sizes, min(slots, num_then))
         if not self.speed.most_tokens or gap_size > self.speed.most_tokens:
             return None
         steps = _Steps(self.speed, self._sizes, budget, decoding)
@@ -159,9 +158,6 @@ class Load:
             return None
         done_s = min(self._progress_s(now_s), ttft_s)
         return Prediction(ttft_s - done_s, self.speed.step_s(gap_size))
-
-    def _size_for(self, num_tokens: int) -> int:
-        return self._sizes[min(bisect_left(self._sizes, num_tokens), len(self._sizes) - 1)]
 
     def _leave_queue(self, pending: Pending, now_s: float) -> None:
         place = bisect_left(self._waiting, pending.urgency, key=_urgency)
@@ -185,7 +181,7 @@ class Load:
         num_decodes = min(self._size.max_num_seqs, sum(pending.num_seqs for pending in self._started))
         if not num_decodes or not self.speed.most_tokens:
             return []
-        gap_s = self.speed.step_s(self._size_for(num_decodes))
+        gap_s = self.speed.step_s(_size_for(self._sizes, num_decodes))
         found = []
         for pending in self._started:
             assert pending.started_s is not None
@@ -244,7 +240,7 @@ class _Steps:
                 self._num_held += new.num_held
             num_steps = math.ceil(self._ends[0][0] - self._num_steps) if self._ends else math.inf
             if num_done == num_admitted:  # no request with a slot waits for its first token: the next end frees a slot
-                step_s = self._speed.step_s(self._size(self._num_decodes))
+                step_s = self._speed.step_s(_size_for(self._sizes, self._num_decodes))
                 num_tokens = 0.0
             else:
                 num_tokens, step_s = self._share(num_pending)
@@ -284,18 +280,20 @@ class _Steps:
         if not self._ends:
             self._num_held = max(0.0, self._num_held)
 
-    def _size(self, num_tokens: int) -> int:
-        return self._sizes[min(bisect_left(self._sizes, num_tokens), len(self._sizes) - 1)]
-
     def _share(self, num_pending: float) -> tuple[float, float]:
         """Returns the prompt tokens of a step, of ``num_pending`` in total, and the seconds that it takes; see
         ``even_share``.
         """
         num_places = max(1, self._budget - self._num_decodes)
         share = num_pending / math.ceil(num_pending / num_places)
-        size = self._size(math.ceil(self._num_decodes + share))
+        size = _size_for(self._sizes, math.ceil(self._num_decodes + share))
         return max(1.0, min(num_pending, size - self._num_decodes)), self._speed.step_s(size)
 
 
 def _urgency(pending: Pending) -> tuple[int, int]:
     return pending.urgency
+
+
+def _size_for(sizes: Sequence[int], num_tokens: int) -> int:
+    """Returns the smallest of the ascending ``sizes`` that holds ``num_tokens``, or the largest if none does."""
+    return sizes[min(bisect_left(sizes, num_tokens), len(sizes) - 1)]

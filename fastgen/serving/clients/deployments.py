@@ -20,7 +20,7 @@ from pathlib import Path
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.ownership import is_foreign, why_untrusted
-from fastgen.serving.log_file import LOG_VARIABLE
+from fastgen.serving.monitoring.log_file import LOG_VARIABLE
 
 _POLL_S = 0.02
 # Most bytes in the file of a server; a real one has a few hundred.

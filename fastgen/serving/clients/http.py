@@ -15,8 +15,8 @@ import msgspec
 from fastgen.errors import FastgenError, GenerationError, InvalidArgumentError
 from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.requests.response_format import ResponseFormat
-from fastgen.serving.clients.records import NUMBERS_HEADER, REPLICAS_HEADER, ChunkRecord, OutputRecord
 from fastgen.serving.clients.requests import ClientRequest
+from fastgen.serving.http.records import NUMBERS_HEADER, REPLICAS_HEADER, ChunkRecord, OutputRecord
 from fastgen.serving.refusals import (
     EngineDiedError,
     ForbiddenError,

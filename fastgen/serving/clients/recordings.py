@@ -6,7 +6,7 @@ import asyncio
 
 from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.flight.recording_file import parse_recording
-from fastgen.serving.clients.client import find_server
+from fastgen.serving.clients.connect import find_server
 from fastgen.serving.extra import need_extra
 
 

@@ -54,9 +54,9 @@ from fastgen.serving.engine.messages import (
     unpack_sampling,
 )
 from fastgen.serving.engine.recordings import Recordings
-from fastgen.serving.log_file import move_output_to_log
 from fastgen.serving.monitoring.live import live_view
 from fastgen.serving.monitoring.log import set_up_logging_of_engine
+from fastgen.serving.monitoring.log_file import move_output_to_log
 from fastgen.serving.process_end import end_process, end_with
 
 # The longest time between two status reports, and the longest sleep of an idle engine.

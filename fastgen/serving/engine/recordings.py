@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from fastgen.runtime.flight.recorder import Recorder
 from fastgen.runtime.flight.recording_file import dump_recording
 from fastgen.serving.engine.messages import RecordingReply
-from fastgen.serving.recent_requests import MAX_REMEMBERED
+from fastgen.serving.engine.recent_requests import MAX_REMEMBERED
 
 # Sends an answer. It is given a function that returns the recording, or raises.
 Answer = Callable[[Callable[[], RecordingReply]], None]

@@ -1,4 +1,4 @@
-"""When an engine that has died is started again, and when no more."""
+"""Decides when an engine that has died is started again, and when it is given up."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.outputs import FinishReason, GenerationChunk, GenerationOutput, Logprobs, RequestMetrics
 from fastgen.runtime.requests.response_format import ResponseFormat
-from fastgen.serving.json_limits import check_json_size, parse_json
+from fastgen.serving.admission.json_limits import check_json_size, parse_json
 
 PACKAGE = "fastgen.v1"
 SERVICE = f"{PACKAGE}.Generation"

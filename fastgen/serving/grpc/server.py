@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.serving.admission.request_limits import MAX_CHECKED, MAX_SESSION_LENGTH, SESSION_HEADER
 from fastgen.serving.api_keys import ApiKeys, bearer
 from fastgen.serving.ending import Ending
 from fastgen.serving.grpc import messages
@@ -31,7 +32,6 @@ from fastgen.serving.refusals import (
     UnavailableError,
     UnknownModelError,
 )
-from fastgen.serving.request_limits import MAX_CHECKED, MAX_SESSION_LENGTH, SESSION_HEADER
 from fastgen.serving.service import Running, Service
 
 # Any other error is ``INTERNAL``.

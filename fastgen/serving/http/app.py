@@ -6,7 +6,6 @@ import asyncio
 
 from fastapi import FastAPI, Response
 
-from fastgen.serving.compat.sagemaker import sagemaker_routes
 from fastgen.serving.http.errors import add_error_handlers
 from fastgen.serving.http.generate import generate_routes
 from fastgen.serving.http.openai.chat import chat_routes
@@ -16,6 +15,7 @@ from fastgen.serving.http.openai.responses.routes import responses_routes
 from fastgen.serving.http.openai.unserved import unserved_routes
 from fastgen.serving.http.page import live_routes, page_routes
 from fastgen.serving.http.recording import recording_routes
+from fastgen.serving.http.sagemaker import sagemaker_routes
 from fastgen.serving.monitoring.prometheus import CONTENT_TYPE
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service

@@ -17,9 +17,8 @@ from uvicorn.server import ServerState
 
 from fastgen.serving.http.errors import error_response
 from fastgen.serving.http.streaming import Gone
-from fastgen.serving.monitoring.prometheus import Refusal
 from fastgen.serving.options import ConnectionLimits
-from fastgen.serving.refusals import BadRequestError, OverloadedError, RequestTimeoutError, TooLargeError
+from fastgen.serving.refusals import BadRequestError, OverloadedError, Refusal, RequestTimeoutError, TooLargeError
 
 # Most bytes in the head of a request, and in what follows a body.
 _MAX_HEAD_BYTES = 64 << 10

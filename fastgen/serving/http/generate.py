@@ -15,9 +15,9 @@ from starlette.responses import Response
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.serving.admission.request_limits import MAX_BEAMS, MAX_CHECKED, MAX_N
 from fastgen.serving.answers import Update
 from fastgen.serving.api_keys import bearer
-from fastgen.serving.clients.records import ChunkRecord, OutputRecord
 from fastgen.serving.ending import Ending
 from fastgen.serving.http.errors import ERRORS
 from fastgen.serving.http.json_route import JsonRoute
@@ -32,9 +32,9 @@ from fastgen.serving.http.openai.run import (
     session_of,
 )
 from fastgen.serving.http.openai.validation import FewErrors, at_most
+from fastgen.serving.http.records import ChunkRecord, OutputRecord
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
-from fastgen.serving.request_limits import MAX_BEAMS, MAX_CHECKED, MAX_N
 from fastgen.serving.service import Running, Service
 
 _MAX_BIASES = 1 << 16

@@ -14,16 +14,17 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fastgen.serving.admission.json_limits import FREE_BYTES, check_json_size
 from fastgen.serving.api_keys import bearer
 from fastgen.serving.http.bodies import Bodies, Body
 from fastgen.serving.http.errors import CLIENT_LEFT, error_response
 from fastgen.serving.http.hosts import Hosts
-from fastgen.serving.json_limits import FREE_BYTES, check_json_size
-from fastgen.serving.monitoring.prometheus import Refusal, ServerMetrics
+from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.refusals import (
     ForbiddenError,
     OverloadedError,
+    Refusal,
     RefusedError,
     RequestTimeoutError,
     TooLargeError,

@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fastgen.serving.json_limits import FREE_BYTES, parse_json
+from fastgen.serving.admission.json_limits import FREE_BYTES, parse_json
 
 # The key in ``scope["state"]`` of a body that is already parsed.
 PARSED = "parsed_json"

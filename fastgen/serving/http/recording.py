@@ -8,8 +8,8 @@ from fastapi import APIRouter, Query
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from fastgen.serving.clients.records import NUMBERS_HEADER, REPLICAS_HEADER
 from fastgen.serving.http.errors import ERRORS
+from fastgen.serving.http.records import NUMBERS_HEADER, REPLICAS_HEADER
 from fastgen.serving.http.shared_query import SharedQueries
 from fastgen.serving.service import Service
 

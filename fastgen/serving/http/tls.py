@@ -13,8 +13,8 @@ from typing import Any
 from uvicorn.server import ServerState
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.serving.monitoring.prometheus import Refusal
 from fastgen.serving.options import ConnectionLimits
+from fastgen.serving.refusals import Refusal
 
 
 def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:

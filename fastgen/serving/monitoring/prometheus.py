@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import reduce
 from itertools import accumulate
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client import Histogram as OwnHistogram
@@ -20,29 +20,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from fastgen.runtime.goodput import RATES, good_rates
 from fastgen.runtime.metrics import REQUEST_BOUNDS_S, Metrics
 from fastgen.serving.monitoring.totals import counters, total
+from fastgen.serving.refusals import Refusal
 
-# The reasons for which a request is refused whatever it asks for.
-Refusal = Literal[
-    "api_key",
-    "bodies",
-    "body_size",
-    "body_time",
-    "connections",
-    "encoding",
-    "head_size",
-    "head_time",
-    "host",
-    "itl_target",
-    "logprobs",
-    "not_http",
-    "pipelined",
-    "prompt_tokens",
-    "queued_formats",
-    "queued_requests",
-    "queued_tokens",
-    "ttft_slo",
-    "unavailable",
-]
 PREFIX = "fastgen_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # The engine's metrics that have a label, and the label.

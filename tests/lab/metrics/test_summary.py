@@ -16,17 +16,8 @@ from fastgen.lab.metrics.figures import UNITS
 from fastgen.lab.metrics.goodput import SLO
 from fastgen.lab.metrics.summary import COUNTS, summarize
 from fastgen.lab.records import Run, write_run
+from tests.averages import ewm_mean
 from tests.lab.runs import closed_loop, header
-
-
-def ewm_mean(gaps: list[float]) -> list[float]:
-    """Returns ``pandas.Series(gaps).ewm(span=16, adjust=True).mean()``, by its definition."""
-    alpha = 2 / (16 + 1)
-    found = []
-    for end in range(len(gaps)):
-        weights = [(1 - alpha) ** (end - at) for at in range(end + 1)]
-        found.append(sum(w * g for w, g in zip(weights, gaps[: end + 1], strict=True)) / sum(weights))
-    return found
 
 
 def interpolated(values: list[float], percent: float) -> float:

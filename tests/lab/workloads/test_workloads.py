@@ -13,11 +13,13 @@ import pytest
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.lab.workloads.arrivals import ARRIVALS, Constant, Gamma, Poisson, Ramp, make_arrivals, with_arrivals
-from fastgen.lab.workloads.paper import SHAPES, Paper
+from fastgen.lab.workloads.paper import Paper
 from fastgen.lab.workloads.registry import WORKLOADS, described_workloads, make_workload
 from fastgen.lab.workloads.request import PlannedRequest
 from fastgen.lab.workloads.sessions import Conversations, longest_sequence
 
+# The mean lengths of the paper's prompts and answers, and the length at which the scripts cut prompts.
+SHAPES = [(prompt, answer, 2000 if prompt == 1900 else 4000) for prompt in (1200, 1900, 2600) for answer in (60, 128)]
 MADE = [name for name in WORKLOADS if name != "trace"]
 
 
@@ -67,7 +69,6 @@ def test_the_papers_prompts_are_windows_of_one_text_shifted_by_one() -> None:
 
 
 def test_no_shape_of_the_paper_draws_a_length_below_1_among_1024_requests() -> None:
-    assert len(SHAPES) == 6
     for prompt, answer, max_prompt in SHAPES:
         workload = Paper(
             mean_prompt_tokens=prompt, mean_new_tokens=answer, max_prompt_tokens=max_prompt, num_requests=1024

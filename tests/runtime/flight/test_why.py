@@ -144,9 +144,7 @@ def test_steps_are_shared_by_tokens_with_prompts_and_decodes() -> None:
         "other_decodes": 0.1,
         "passed_over": 10.0,
     }
-    assert facts.first_token.others == OtherPrompts(
-        num_requests=1, longest_request=1, longest_tokens=600, computed_tokens=239
-    )
+    assert facts.first_token.others == OtherPrompts(num_requests=1, longest_request=1, longest_tokens=600)
     assert facts.finish_reason is None
     assert "still going on where the recording ends" in as_text(facts)
     assert "51 % sharing steps with the 600-token prompt of request 1" in as_text(facts)

@@ -53,7 +53,7 @@ class History:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_requests = self.clock = 0
-        self.expected = Counter({"lookups": 0, "lookup_tokens": 0, "hit_tokens": 0, "evictions": 0})
+        self.expected = Counter({"lookup_tokens": 0, "hit_tokens": 0, "evictions": 0})
         self.seen: Counter[str] = Counter()
 
     def run(self, num_acts: int) -> None:
@@ -113,7 +113,7 @@ class History:
             self.waiting.append(self.running.pop())
             self.sync()
         elif self.looks_up(seq):
-            self.expected.update(lookups=1, lookup_tokens=seq.num_tokens, hit_tokens=expected * self.block_size)
+            self.expected.update(lookup_tokens=seq.num_tokens, hit_tokens=expected * self.block_size)
             assert seq.num_cached_tokens == expected * self.block_size
 
     def fork(self) -> None:

@@ -27,6 +27,7 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling.sampler import Sampler
 from fastgen.runtime.sampling.slot_sampler import slot_sampler
 from fastgen.runtime.step.input_batch import InputBatch
+from tests.chi_square import chi_square
 from tests.runtime.scripted_matcher import ScriptedMatcher
 
 VOCAB = 24
@@ -162,18 +163,14 @@ def drawn(target: str, way: dict[str, Any], axis: str, count: int) -> list[int]:
     return found
 
 
-def chi_square(observed: dict[Any, int], expected: dict[Any, float]) -> tuple[float, float]:
-    """Over the cells that expect at least 5, the others taken together; and about its 1 − 1e-6 quantile (Wilson and
-    Hilferty).
-    """
+def chi_square_of(observed: dict[Any, int], expected: dict[Any, float]) -> tuple[float, float]:
+    """Returns :func:`chi_square` of the cells that expect at least 5, with the others taken together."""
     assert set(observed) <= set(expected), "what has no probability was drawn"
     cells = [(observed.get(key, 0), due) for key, due in expected.items() if due >= 5]
     rare = [(observed.get(key, 0), due) for key, due in expected.items() if due < 5]
     if sum(due for _, due in rare) >= 1:
         cells.append((sum(seen for seen, _ in rare), sum(due for _, due in rare)))
-    statistic = sum((seen - due) ** 2 / due for seen, due in cells)
-    freedom = len(cells) - 1
-    return statistic, freedom * (1 - 2 / (9 * freedom) + 4.75 * math.sqrt(2 / (9 * freedom))) ** 3
+    return chi_square(*zip(*cells, strict=True), least=1)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +187,7 @@ def test_frequencies_are_the_exact_probabilities(target: str, way: str, axis: st
     probabilities = exact(WAYS[way])
     assert len(probabilities) > 2
     found = Counter(drawn(target, WAYS[way], axis, NUM_DRAWS))
-    statistic, limit = chi_square(found, {token: share * NUM_DRAWS for token, share in probabilities.items()})
+    statistic, limit = chi_square_of(found, {token: share * NUM_DRAWS for token, share in probabilities.items()})
     assert statistic < limit
 
 
@@ -203,7 +200,7 @@ def test_neighbouring_draws_are_independent(target: str, axis: str) -> None:
     found = drawn(target, way, axis, count)
     pairs = Counter(zip(found[::2], found[1::2], strict=True))
     expected = {(a, b): shares[a] * shares[b] * count / 2 for a in shares for b in shares}
-    statistic, limit = chi_square(pairs, expected)
+    statistic, limit = chi_square_of(pairs, expected)
     assert statistic < limit
 
 

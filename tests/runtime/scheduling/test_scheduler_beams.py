@@ -7,6 +7,7 @@ from fastgen.runtime.requests.request import Request, Sequence
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.scheduling.scheduler import Scheduler
+from tests.runtime.scheduling.test_scheduler import taken
 
 
 def make(*, num_blocks: int = 101, max_num_seqs: int = 4) -> Scheduler:
@@ -32,11 +33,6 @@ def step(scheduler: Scheduler, *given: Sequence) -> Schedule:
         seq.token_ids.append(7)
     scheduler.check_integrity()
     return schedule
-
-
-def taken(schedule: Schedule) -> list[tuple[int, int, int]]:
-    """``(request_id, start, num_tokens)`` of each entry."""
-    return [(entry.seq.request.request_id, entry.start, entry.num_tokens) for entry in schedule.entries]
 
 
 def test_beams_have_slots_for_all_or_none() -> None:

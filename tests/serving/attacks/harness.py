@@ -1,4 +1,4 @@
-"""What an attack does to a server and to its other clients, watched from outside.
+"""Watches from outside how an attack affects a server and its other clients.
 
 An attack is one ill-behaved client, or many of one kind. A module of this folder holds the attacks of one kind, and
 lists them in ``ATTACKS``. The test beside it runs a small instance of each; ``storm.py`` runs all of them at once.
@@ -44,20 +44,38 @@ class Attack:
     large: int
 
 
-@dataclass
-class Seen:
-    """What was observed during a block. Times are those of a machine that runs the attackers too."""
+@dataclass(kw_only=True)
+class Probes:
+    """The observations of a server from outside. Times are those of a machine that runs the attackers too."""
 
-    # Resident memory of the server and the processes below it, before the block and at most in it.
-    memory_before: int
-    memory_peak: int
+    # Most resident memory of the server and the processes below it.
+    memory_peak: int = 0
     # How long each ``GET /health`` took, from the connection to the answer.
     health_s: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    async def probe(self, server: ServerProcess, pause_s: float, is_over: Callable[[], bool]) -> None:
+        """Asks for ``/health`` and looks at the server's memory, until ``is_over`` returns true."""
+        while not is_over():
+            began_s = time.perf_counter()
+            status, _ = await get(server.address, "/health")
+            self.health_s.append(time.perf_counter() - began_s)
+            if status != 200:
+                self.wrong.append(f"/health answered {status}")
+            self.memory_peak = max(self.memory_peak, resident_bytes(server.process.pid))
+            await asyncio.sleep(pause_s)
+
+
+@dataclass(kw_only=True)
+class Seen(Probes):
+    """The observations during a block."""
+
+    # Resident memory before the block.
+    memory_before: int
     # Between the tokens of honest streams.
     gaps_s: list[float] = field(default_factory=list)
     # The texts of honest streams; all of them are equal, because they sample greedily.
     texts: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
 
     @property
     def memory_growth(self) -> int:
@@ -73,7 +91,7 @@ def observed(server: ServerProcess) -> Iterator[Seen]:
     if an honest stream failed or two of them differ.
     """
     memory = resident_bytes(server.process.pid)
-    seen = Seen(memory, memory)
+    seen = Seen(memory_before=memory, memory_peak=memory)
     is_begun, is_over = threading.Event(), threading.Event()
     thread = threading.Thread(target=lambda: asyncio.run(_watch(server, seen, is_begun, is_over)), daemon=True)
     thread.start()
@@ -124,17 +142,8 @@ async def _watch(server: ServerProcess, seen: Seen, is_begun: threading.Event, i
         while not is_over.is_set():
             seen.texts.append(await _stream(server.address, seen.gaps_s))
 
-    async def look() -> None:
-        while not is_over.is_set():
-            began_s = time.perf_counter()
-            status, _ = await get(server.address, "/health")
-            seen.health_s.append(time.perf_counter() - began_s)
-            if status != 200:
-                seen.wrong.append(f"/health answered {status}")
-            seen.memory_peak = max(seen.memory_peak, resident_bytes(server.process.pid))
-            await asyncio.sleep(PROBE_PAUSE_S)
-
-    for failed in await asyncio.gather(stream(), look(), return_exceptions=True):
+    probing = seen.probe(server, PROBE_PAUSE_S, is_over.is_set)
+    for failed in await asyncio.gather(stream(), probing, return_exceptions=True):
         if isinstance(failed, BaseException):
             seen.wrong.append(f"an honest client met {failed!r}")
 

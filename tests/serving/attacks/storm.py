@@ -27,10 +27,10 @@ from typing import Any
 
 import fastgen
 from benchmarks.cpu.results import commit
-from benchmarks.scheduler import processor
+from fastgen.lab.machine import processor
 from fastgen.serving.clients.deployments import deployments
 from tests.serving.attacks import bodies, connections, formats, grpc_connections, json_bodies, logprobs
-from tests.serving.attacks.harness import MODEL, Attack, Target, resident_bytes
+from tests.serving.attacks.harness import MODEL, Attack, Probes, Target, resident_bytes
 from tests.serving.http_client import BrokenAnswerError, ask, get
 from tests.serving.server_process import ServerProcess, served
 from tests.serving.storm import Known, Storm, draw_pool, quantile_ms, until_quiet
@@ -60,16 +60,13 @@ def attacks() -> dict[str, Attack]:
     return {name: attack for module in MODULES for name, attack in module.ATTACKS.items()}
 
 
-@dataclass
-class Phase:
-    """What honest clients saw in turns of one kind."""
+@dataclass(kw_only=True)
+class Phase(Probes):
+    """The observations of honest clients in turns of one kind."""
 
     num_right: int = 0
-    wrong: list[str] = field(default_factory=list)
     # Gaps between tokens, one list for each turn.
     gaps_s: list[list[float]] = field(default_factory=list)
-    health_s: list[float] = field(default_factory=list)
-    memory_peak: int = 0
 
     @property
     def all_gaps_s(self) -> list[float]:
@@ -147,17 +144,8 @@ async def honest(
             phase.num_right += 1
             gaps_s.extend(later - earlier for earlier, later in pairwise(answered.arrivals_s[:-1]))
 
-    async def watch() -> None:
-        while time.monotonic() < until_s:
-            began_s = time.perf_counter()
-            status, _ = await get(server.address, "/health")
-            phase.health_s.append(time.perf_counter() - began_s)
-            if status != 200:
-                phase.wrong.append(f"/health answered {status}")
-            phase.memory_peak = max(phase.memory_peak, resident_bytes(server.process.pid))
-            await asyncio.sleep(_PROBE_PAUSE_S)
-
-    await asyncio.gather(watch(), *(client() for _ in range(num_streams)))
+    probing = phase.probe(server, _PROBE_PAUSE_S, lambda: time.monotonic() >= until_s)
+    await asyncio.gather(probing, *(client() for _ in range(num_streams)))
 
 
 def attack(kind: int, target: Target, seconds: float, is_large: bool, seed: int, found: Queue[Counter[str]]) -> None:

@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,22 +22,14 @@ from fastgen.serving.engine import remote_socket
 from fastgen.serving.replicas import application, cluster, ingress, membership, replica, replica_set, settings
 from fastgen.serving.replicas.deploy_file import deploy_file
 from fastgen.serving.replicas.placement import Machine, NoRoomError, needs_of
+from tests.pages import DOCS, blocks, section
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "scaling.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-
-
-def section(title: str) -> str:
-    (found,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
-    return str(found)
+PAGE = DOCS / "scaling.md"
 
 
 def commands(program: str) -> list[list[str]]:
     """Returns the arguments of the page's commands of ``program``."""
-    lines = [line.removeprefix("$ ") for block in blocks("console") for line in block.splitlines()]
+    lines = [line.removeprefix("$ ") for block in blocks(PAGE, "console") for line in block.splitlines()]
     split = [shlex.split(line.partition(">")[0], comments=True) for line in lines]
     return [arguments for name, *arguments in split if name == program]
 
@@ -63,7 +54,7 @@ def test_the_commands_of_ray_exist(program: str, cli: Any, count: int) -> None:
 
 
 def test_ray_takes_the_settings_of_autoscaling() -> None:
-    (text,) = blocks("yaml")
+    (text,) = blocks(PAGE, "yaml")
     value = yaml.safe_load(deploy_file({"model": "tiny-llama", "replicas": 4}))
     value["applications"][0]["deployments"] = yaml.safe_load(text)["deployments"]
     (deployment,) = ServeDeploySchema.model_validate(value).applications[0].deployments
@@ -71,19 +62,22 @@ def test_ray_takes_the_settings_of_autoscaling() -> None:
 
 
 def test_the_sentence_about_room_is_the_one_that_is_said() -> None:
-    shown = " ".join(blocks("text")[1].split())
+    shown = " ".join(blocks(PAGE, "text")[1].split())
     with pytest.raises(NoRoomError) as refused:
         needs_of({"model": "m", "num_threads": 5}, 3, [Machine("laptop", 8, 0, 16 << 30)])
     assert shown == f"fastgen: {refused.value}".replace("num_threads", "--num-threads")
 
 
 def test_every_router_is_described() -> None:
-    rows = " ".join(line.split("|")[1] for line in section("Which replica gets a request").splitlines() if "|" in line)
+    rows = " ".join(
+        line.split("|")[1] for line in section(PAGE, "Which replica gets a request").splitlines() if "|" in line
+    )
     assert set(re.findall(r"`(\w+)`", rows)) == set(ROUTERS)
 
 
 def test_the_bounds_are_those_of_the_code() -> None:
-    rows = [line.strip("| ").split(" | ")[1] for line in section("Bounds").splitlines() if line.startswith("| ")][1:]
+    lines = [line for line in section(PAGE, "Bounds").splitlines() if line.startswith("| ")]
+    rows = [line.strip("| ").split(" | ")[1] for line in lines[1:]]
     assert rows == [
         f"every {replica.BEAT_S:g} s",
         f"{membership.SILENT_S:g} s",
@@ -101,12 +95,12 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"{SLOW_STARTUP_WARNING_S:g} s",
         f"{cluster._CONNECT_S:g} s",
     ]
-    assert f"has `graceful_shutdown_timeout_s` ({settings.FINISH_S:g} s)" in PAGE
+    assert f"has `graceful_shutdown_timeout_s` ({settings.FINISH_S:g} s)" in PAGE.read_text()
 
 
 @pytest.mark.slow
 def test_the_python_of_the_page_runs() -> None:
-    (code,) = blocks("python")
+    (code,) = blocks(PAGE, "python")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) > 3

@@ -82,7 +82,7 @@ def _text_ids(
 
 
 def _joined(file: TraceFile, messages: object) -> str:
-    """Returns the messages as one text, each after its role. A chat template is the server's affair."""
+    """Returns the messages as one text, each after its role. The server applies its chat template itself."""
     lines = []
     for message in messages if isinstance(messages, list) else [messages]:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):

@@ -36,7 +36,7 @@ class StepView:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """How much of each kind a step takes. The policy does not choose sequences: the most urgent come first.
+    """The amounts of work that a step takes. The policy does not choose sequences: the most urgent come first.
 
     At most ``num_prompt_tokens`` of prompts go in, and at most ``num_admissions`` requests are admitted. A preempted
     sequence may always return, and further sequences of a request follow the first. Where ``runs_decodes`` is false,

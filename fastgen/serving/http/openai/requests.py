@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, StringConstraints, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from fastgen.serving.admission.request_limits import MAX_BEAMS, MAX_N
 from fastgen.serving.http.openai.formats import AnyFormat
 from fastgen.serving.http.openai.messages import Message, Tool, ToolChoice, few_parts
 from fastgen.serving.http.openai.validation import (
@@ -21,7 +22,6 @@ from fastgen.serving.http.openai.validation import (
     refused,
 )
 from fastgen.serving.http.openai.vllm import VllmChatFields, VllmFields
-from fastgen.serving.request_limits import MAX_BEAMS, MAX_N
 
 MAX_PROMPTS = 2048
 # All prompts of a request together: validating more would block the server for too long.

@@ -17,13 +17,13 @@ from starlette.responses import Response
 from fastgen.errors import InvalidArgumentError, PromptTooLongError
 from fastgen.runtime.requests.outputs import GenerationOutput
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.serving.admission.request_limits import MAX_SESSION_LENGTH, SESSION_HEADER
 from fastgen.serving.answers import USUAL_TEXT, TextRules, Update
 from fastgen.serving.http.errors import failure_body
 from fastgen.serving.http.openai.answers import Usage
 from fastgen.serving.http.openai.sampling import named_refusal
 from fastgen.serving.http.streaming import EventStream, unless_gone
 from fastgen.serving.refusals import BadRequestError, UnknownModelError
-from fastgen.serving.request_limits import MAX_SESSION_LENGTH, SESSION_HEADER
 from fastgen.serving.service import Running, Service
 
 # Prompts with as many characters or ids together are encoded on another thread, so that other streams do not wait.

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from fastgen.serving.request_limits import MAX_STOP_CHARACTERS
+from fastgen.serving.admission.request_limits import MAX_STOP_CHARACTERS
 
 MAX_INT32 = 2**31 - 1
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
+from fastgen.serving.admission.request_limits import MAX_STOP_TOKEN_IDS
 from fastgen.serving.http.openai.formats import Choices, Schema, StructuredOutputs
 from fastgen.serving.http.openai.validation import MAX_INT32, Label, Strict, TokenId, at_most, refused
-from fastgen.serving.request_limits import MAX_STOP_TOKEN_IDS
 
 MAX_TEMPLATE_VARIABLES = 64
 MAX_DOCUMENTS = 1024

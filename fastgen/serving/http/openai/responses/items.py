@@ -87,7 +87,7 @@ _OutputContent = Annotated[
 
 
 class _Item(Strict):
-    """Fields of items that this server's answers have, or may have with OpenAI; they have no effect."""
+    """Fields that have no effect. Items of this server's answers have them, or those of OpenAI's."""
 
     id: Label | None = None
     status: Status | None = None

@@ -1,5 +1,6 @@
-"""The process that encodes texts: ``python -m fastgen.serving.encoding.process``. It imports neither transformers nor
-torch, so that it starts fast.
+"""The process that encodes texts: ``python -m fastgen.serving.isolated.encoding.process``.
+
+It imports neither transformers nor torch, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from collections.abc import Callable
 import msgspec
 from tokenizers import Tokenizer
 
-from fastgen.serving.encoding.encoder import MAX_CPU_S, MAX_MEMORY_BYTES, Encoded, Text
-from fastgen.serving.helper_processes import answer_all
+from fastgen.serving.isolated.encoding.encoder import MAX_CPU_S, MAX_MEMORY_BYTES, Encoded, Text
+from fastgen.serving.isolated.processes import answer_all
 
 
 def begin(beginning: bytes) -> Callable[[bytes], bytes]:

@@ -1,4 +1,4 @@
-"""How much a JSON text may hold, and how it is parsed.
+"""Limits what a JSON text may hold, and parses it.
 
 Parsing holds Python's lock until it is done, in whatever thread it runs. So a text is measured first, and one whose
 values would stop every stream for longer than a tenth of a second is refused. A prompt is text or whole numbers, of

@@ -9,7 +9,7 @@ import msgspec
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.text.prompts import TemplateOptions
-from fastgen.serving.helper_processes import HelperEndedError, HelperProcesses
+from fastgen.serving.isolated.processes import HelperEndedError, HelperProcesses
 
 # Processor time to render a conversation.
 MAX_CPU_S = 2.0
@@ -48,7 +48,7 @@ class TemplateRenderer:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self.processes = HelperProcesses("fastgen.serving.templates.process", max_processes=MAX_PROCESSES)
+        self.processes = HelperProcesses("fastgen.serving.isolated.templates.process", max_processes=MAX_PROCESSES)
 
     def render(
         self,

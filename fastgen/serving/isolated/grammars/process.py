@@ -1,5 +1,6 @@
-"""The process that tries formats: ``python -m fastgen.serving.grammars.process``. It imports neither transformers nor
-torch, so that it starts fast.
+"""The process that tries formats: ``python -m fastgen.serving.isolated.grammars.process``.
+
+It imports neither transformers nor torch, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.runtime.sampling.matcher import lower_priority
 from fastgen.runtime.sampling.structured_output import Grammars
-from fastgen.serving.grammars.trial import MAX_CPU_S, MAX_MEMORY_BYTES, Model, Trial
-from fastgen.serving.helper_processes import answer_all
+from fastgen.serving.isolated.grammars.trial import MAX_CPU_S, MAX_MEMORY_BYTES, Model, Trial
+from fastgen.serving.isolated.processes import answer_all
 
 
 def begin(beginning: bytes) -> Callable[[bytes], bytes]:

@@ -22,10 +22,11 @@ from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.options import LoadOptions
 from fastgen.runtime.scheduling.policies import Policy, policy_name
 from fastgen.serving.arguments import check_names, sort_arguments
-from fastgen.serving.clients.client import Client, Protocols, connect
+from fastgen.serving.clients.client import Client
+from fastgen.serving.clients.connect import Protocols, connect
 from fastgen.serving.clients.deployments import Deployment, make_deployments_directory
 from fastgen.serving.extra import need_extra
-from fastgen.serving.log_file import LOG_VARIABLE, move_output_to_log
+from fastgen.serving.monitoring.log_file import LOG_VARIABLE, move_output_to_log
 from fastgen.serving.options import ServeOptions
 
 
@@ -69,7 +70,7 @@ def _start(request: str, title: str) -> Deployment:
     reading, writing = os.pipe()
     with os.fdopen(descriptor, "wb") as out, os.fdopen(reading) as answer:
         process = subprocess.Popen(
-            [sys.executable, "-m", "fastgen.serving.clients.detached", str(writing)],
+            [sys.executable, "-m", "fastgen.serving.detached", str(writing)],
             stdin=subprocess.PIPE,
             stdout=out,
             stderr=None if sys.stderr is not None and sys.stderr.isatty() else out,

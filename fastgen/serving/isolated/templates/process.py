@@ -1,4 +1,7 @@
-"""The process that renders chat templates, as transformers does: ``python -m fastgen.serving.templates.process``."""
+"""The process that renders chat templates: ``python -m fastgen.serving.isolated.templates.process``.
+
+It renders them as transformers does.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,14 @@ from typing import Any
 import msgspec
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fastgen.serving.helper_processes import answer_all
-from fastgen.serving.templates.renderer import MAX_CHARACTERS, MAX_CPU_S, MAX_MEMORY_BYTES, Conversation, Rendered
+from fastgen.serving.isolated.processes import answer_all
+from fastgen.serving.isolated.templates.renderer import (
+    MAX_CHARACTERS,
+    MAX_CPU_S,
+    MAX_MEMORY_BYTES,
+    Conversation,
+    Rendered,
+)
 
 
 def render(conversation: Conversation) -> Rendered:

@@ -15,7 +15,7 @@ from typing import Any
 from fastgen.arguments import Argument, arguments_of
 from fastgen.errors import InvalidArgumentError
 from fastgen.options import LoadOptions
-from fastgen.serving.compat.lmi.properties import read_properties
+from fastgen.serving.lmi.properties import read_properties
 from fastgen.serving.options import ServeOptions
 
 _DTYPES = {

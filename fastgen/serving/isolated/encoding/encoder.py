@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.serving.helper_processes import HelperEndedError, HelperProcesses
+from fastgen.serving.isolated.processes import HelperEndedError, HelperProcesses
 
 # Processor time to encode a text. That is enough for about a million tokens.
 MAX_CPU_S = 2.0
@@ -40,7 +40,9 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Any):
         beginning = tokenizer.backend_tokenizer.to_str().encode()
-        self.processes = HelperProcesses("fastgen.serving.encoding.process", beginning, max_processes=MAX_PROCESSES)
+        self.processes = HelperProcesses(
+            "fastgen.serving.isolated.encoding.process", beginning, max_processes=MAX_PROCESSES
+        )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Returns the token ids. Raises ``InvalidArgumentError`` if it takes too long."""

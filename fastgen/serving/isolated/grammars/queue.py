@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 from fastgen.runtime.requests.response_format import ResponseFormat
-from fastgen.serving.grammars.trial import MAX_PROCESSES, FormatTrials
+from fastgen.serving.isolated.grammars.trial import MAX_PROCESSES, FormatTrials
 from fastgen.serving.refusals import OverloadedError
 
 # Formats that may wait for their trial. A slow one takes about 1.5 s: half a second of processor time, and the start of

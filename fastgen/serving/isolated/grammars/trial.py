@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from fastgen.runtime.requests.response_format import Kind, ResponseFormat
-from fastgen.serving.helper_processes import HelperEndedError, HelperProcesses
+from fastgen.serving.isolated.processes import HelperEndedError, HelperProcesses
 
 # Processor time to compile a format.
 MAX_CPU_S = 0.5
@@ -43,7 +43,9 @@ class FormatTrials:
 
     def __init__(self, tokenizer: Any, vocab_size: int):
         model = msgspec.msgpack.encode(Model(tokenizer.backend_tokenizer.to_str(), vocab_size))
-        self.processes = HelperProcesses("fastgen.serving.grammars.process", model, max_processes=MAX_PROCESSES)
+        self.processes = HelperProcesses(
+            "fastgen.serving.isolated.grammars.process", model, max_processes=MAX_PROCESSES
+        )
         self._tried: OrderedDict[ResponseFormat, str | None] = OrderedDict()
 
     def knows(self, response_format: ResponseFormat) -> bool:

@@ -1,1 +1,0 @@
-"""Contracts of other servers."""

@@ -1,0 +1,1 @@
+"""Configurations of LMI containers: their properties and keys, translated to arguments."""
