@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -116,6 +117,22 @@ def num_waiting_for_room() -> int:
 
     groups = placement_group_table().values()
     return sum(each["state"] == "PENDING" and f"{APP}#{REPLICAS}#" in each["name"] for each in groups)
+
+
+def kill_actors() -> int:
+    """Kills the actors of the application that still run, and with them the processes that they have started. Returns
+    their number.
+    """
+    import ray
+    from ray.util import list_named_actors
+
+    number = 0
+    for each in list_named_actors(all_namespaces=True):
+        if f"::{APP}#" in each["name"]:
+            with contextlib.suppress(ValueError):  # it has just ended
+                ray.kill(ray.get_actor(each["name"], namespace=each["namespace"]))
+                number += 1
+    return number
 
 
 def _nodes() -> list[dict[str, Any]]:
