@@ -87,6 +87,11 @@ COMPARISONS = {
         "requests each second and replica",
         prefixes, 16.0, 256, 8.0, 3.0, ("ray", "prefix"), _SEEDS[:1],
     ),
+    "later_prefixes": Comparison(
+        "64 replicas, of a longer run: the same prompts, 512 prefixes, some far more frequent; 16 requests each second "
+        "and replica",
+        prefixes, 16.0, 64, 24.0, 16.0, ("ray", "prefix"), _SEEDS[:1],
+    ),
 }  # fmt: skip
 
 
