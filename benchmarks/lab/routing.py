@@ -1,8 +1,9 @@
 """Compares routers in front of simulated replicas: the product's own, and Ray Serve's prefix router.
 
 ``python -m benchmarks.lab.routing [COMPARISON …] --output FILE`` runs each load with every router, in virtual time and
-with the same seeds. A comparison that ``FILE`` has already is kept unless it is named. ``--tables`` prints the tables
-of docs/routing.md from ``FILE``.
+with the same seeds. A comparison that ``FILE`` has already is kept unless it is named. With ``--routers`` only these
+are run again, and the figures of the others are kept: only their own time differs from run to run. ``--tables`` prints
+the tables of docs/routing.md from ``FILE``.
 """
 
 from __future__ import annotations
@@ -86,6 +87,11 @@ COMPARISONS = {
         "256 replicas: prompts of 2,048 + 128 tokens and answers of 64; 2,048 prefixes, some far more frequent; 16 "
         "requests each second and replica",
         prefixes, 16.0, 256, 8.0, 3.0, ("ray", "prefix"), _SEEDS[:1],
+    ),
+    "later_prefixes": Comparison(
+        "64 replicas, of a longer run: the same prompts, 512 prefixes, some far more frequent; 16 requests each second "
+        "and replica",
+        prefixes, 16.0, 64, 24.0, 16.0, ("ray", "prefix"), _SEEDS[:1],
     ),
 }  # fmt: skip
 
@@ -179,18 +185,30 @@ def measured(comparison: Comparison, name: str, seed: int) -> dict[str, float]:
     }
 
 
-def compare(comparison: Comparison) -> dict[str, Any]:
-    """Returns the figures of every router and seed."""
+def compare(
+    comparison: Comparison, only: Sequence[str] = (), before: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns the figures of every router and seed. With ``only`` some names of routers, the figures of the others are
+    those of the result ``before``.
+    """
     machine = machine_facts()  # with the build that begins, whatever is committed meanwhile
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in comparison.routers}
+    kept = {} if before is None or not only else before["routers"]
+    found: dict[str, list[dict[str, float]]] = {
+        name: kept[name] if name in kept and name not in only else [] for name in comparison.routers
+    }
+    own = [name for name in comparison.routers if not found[name]]
     for seed in comparison.seeds:
-        for name in comparison.routers:
+        for name in own:
             began_s = time.monotonic()
             figures = {key: float(f"{value:.5g}") for key, value in measured(comparison, name, seed).items()}
             found[name].append(figures)
             print(f"  {name}, seed {seed}, {time.monotonic() - began_s:.0f} s: {figures}", flush=True)
     facts = {key: value for key, value in asdict(comparison).items() if key not in ("load", "routers")}
-    return {**facts, "routers": found, "date": datetime.now(UTC).date().isoformat(), "machine": machine}
+    facts |= {"routers": found, "date": datetime.now(UTC).date().isoformat(), "machine": machine}
+    if before is not None and len(own) < len(found):
+        others = [name for name in found if name not in own]
+        facts["kept"] = {"routers": others, "date": before["date"], "machine": before["machine"]}
+    return facts
 
 
 def tables(results: Mapping[str, Any]) -> str:
@@ -236,6 +254,7 @@ def _gain(found: Mapping[str, Any], name: str, figure: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("comparisons", nargs="*", metavar="COMPARISON", help=f"of {', '.join(COMPARISONS)}; or all")
+    parser.add_argument("--routers", nargs="+", default=(), metavar="ROUTER", help="run only these again; or all")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tables", action="store_true", help="print the tables of the file, and run nothing")
     options = parser.parse_args()
@@ -247,9 +266,10 @@ def main() -> None:
         "good": [GOOD.as_json(), PROMPT.as_json()],
         "server": SERVER.build()[0].facts() | {"model": SERVER.model},
     }
-    for name in options.comparisons or [each for each in COMPARISONS if each not in content.get("results", {})]:
+    content.setdefault("results", {})
+    for name in options.comparisons or [each for each in COMPARISONS if each not in content["results"]]:
         print(name, flush=True)
-        content.setdefault("results", {})[name] = compare(COMPARISONS[name])
+        content["results"][name] = compare(COMPARISONS[name], options.routers, content["results"].get(name))
         options.output.write_text(json.dumps(content, indent=1) + "\n")
 
 

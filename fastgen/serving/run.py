@@ -139,7 +139,7 @@ async def _run(
                 await endings.first_or(_failure(service))
                 if is_shared:
                     http.leave()
-                    by_grpc.leave(options.drain_timeout_s + FLUSH_S)
+                    await endings.second_or(by_grpc.leave(options.drain_timeout_s + FLUSH_S))
                 _log.info("ending: running requests may take %g s to finish", options.drain_timeout_s)
                 await endings.second_or(service.drain(options.drain_timeout_s))
     finally:

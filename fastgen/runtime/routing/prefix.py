@@ -12,10 +12,10 @@ from fastgen.runtime.routing.router import CountingRouter, RoutedRequest
 # Sessions whose replica is remembered.
 MAX_SESSIONS: Final = 65_536
 # A replica that holds a whole prompt comes first as long as it has at most BUSY_RATIO times the outstanding tokens of
-# the least busy one, plus MARGIN for each token of the prompt. Smaller values move conversations too often: each move
-# computes a prompt again, which makes replicas busier still.
+# the least busy one, plus MARGIN for each token of the prompt. With 1 it waits for about as many tokens as it need not
+# compute. With more, all replicas that hold a frequent prefix fill up to a busier limit before another one learns it.
 BUSY_RATIO: Final = 2
-MARGIN: Final = 4
+MARGIN: Final = 1
 
 
 class PrefixAffinity(CountingRouter):
@@ -26,9 +26,9 @@ class PrefixAffinity(CountingRouter):
     to compute, so tokens that it holds do not count.
 
     Replicas are ranked by their outstanding tokens minus a margin, lowest first. For a replica that holds ``h`` of a
-    prompt's ``p`` tokens the margin is ``4 h + least h / p``, where ``least`` is the number of outstanding tokens of
-    the least busy replica. So a replica that holds the whole prompt comes first unless it has more than ``2 least + 4
-    p`` outstanding tokens. If no replica holds any of the prompt, the least busy one comes first.
+    prompt's ``p`` tokens the margin is ``h + least h / p``, where ``least`` is the number of outstanding tokens of the
+    least busy replica. So a replica that holds the whole prompt comes first unless it has more than ``2 least + p``
+    outstanding tokens. If no replica holds any of the prompt, the least busy one comes first.
 
     :param block_size: tokens of a block, as in the hashes of requests.
     :param known_blocks: most blocks that are remembered of each replica; best the number of blocks that it has.

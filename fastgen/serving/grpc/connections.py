@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
+from collections.abc import Iterable, Iterator
 
 from fastgen.serving.options import ConnectionLimits, Limits
 
@@ -36,15 +39,40 @@ def max_calls(limits: Limits) -> int:
 
 def num_connections(port: int) -> int:
     """Returns how many connections to ``port`` processes of this machine hold, where Linux reports it; otherwise 0."""
-    found, suffix = 0, f":{port:04X}"
+    return sum(state != _LISTENING and inode != "0" for state, inode in _sockets(port))
+
+
+def listening(port: int) -> set[int]:
+    """Returns the descriptors by which this process listens at ``port``, where Linux reports them; otherwise none."""
+    names = {f"socket:[{inode}]" for state, inode in _sockets(port) if state == _LISTENING}
+    found = set()
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # it was that of the directory
+                if os.readlink(f"/proc/self/fd/{descriptor}") in names:
+                    found.add(int(descriptor))
+    return found
+
+
+def end_listening(descriptors: Iterable[int]) -> None:
+    """Ends what :func:`listening` has found, whoever has opened it. Connections that were accepted remain; one that was
+    not is reset, and its client makes another.
+    """
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets(port: int) -> Iterator[tuple[str, str]]:
+    """Yields state and inode of each TCP socket of this machine at ``port``."""
+    suffix = f":{port:04X}"
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with contextlib.suppress(OSError), open(table) as rows:
             next(rows)
             for row in rows:
                 fields = row.split()
-                local, state, inode = fields[1], fields[3], fields[9]
-                found += local.endswith(suffix) and state != _LISTENING and inode != "0"
-    return found
+                if fields[1].endswith(suffix):
+                    yield fields[3], fields[9]
 
 
 def _in_ms(seconds: float) -> int:

@@ -19,7 +19,13 @@ from fastgen.serving.admission.request_limits import MAX_CHECKED, MAX_SESSION_LE
 from fastgen.serving.api_keys import ApiKeys, bearer
 from fastgen.serving.ending import Ending
 from fastgen.serving.grpc import messages
-from fastgen.serving.grpc.connections import connection_options, max_calls, num_connections
+from fastgen.serving.grpc.connections import (
+    connection_options,
+    end_listening,
+    listening,
+    max_calls,
+    num_connections,
+)
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.refusals import (
     BadRequestError,
@@ -47,6 +53,9 @@ _STATUSES: dict[type[RefusedError], grpc.StatusCode] = {
 }
 # How often the health service checks for a change to report to its watchers.
 _WATCH_S = 0.1
+# How long a server that is left answers the calls of connections that it has accepted: longer than a client takes from
+# there to its first call.
+LEAVE_S = 1.0
 
 
 class GenerationServicer:
@@ -166,6 +175,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # i
 
     def __init__(self, service: Service):
         self._service = service
+        # Set once clients are to go to another server.
+        self.is_left = False
 
     async def Check(self, request: Any, context: ServicerContext) -> Any:  # noqa: N802 (the name is the protocol's)
         if (status := self._status(request.service)) is None:
@@ -187,7 +198,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # i
         if name not in ("", messages.SERVICE):
             return None
         response = health_pb2.HealthCheckResponse
-        return response.SERVING if self._service.state == "ready" else response.NOT_SERVING
+        is_serving = self._service.state == "ready" and not self.is_left
+        return response.SERVING if is_serving else response.NOT_SERVING
 
 
 class GrpcServer:
@@ -199,6 +211,9 @@ class GrpcServer:
         self._service, self._options, self._ending, self._is_shared = service, options, ending, is_shared
         self._server: grpc.aio.Server | None = None
         self._leaving: asyncio.Task[None] | None = None
+        self._health = HealthServicer(service)
+        # The descriptors by which it listens.
+        self._listening: set[int] = set()
         # The served address: ``host:port``, with ``grpcs://`` before it for TLS.
         self.address: str | None = None
 
@@ -215,17 +230,19 @@ class GrpcServer:
             self._service, self._options.api_keys, self._ending, timeout_s=limits.body_timeout_s
         )
         server.add_generic_rpc_handlers((_handlers(servicer),))
-        health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(self._service), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         names = (messages.SERVICE, health, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server, pool=messages.pool_with(health_pb2, reflection_pb2))
         host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
         asked = f"{host}:{self._options.grpc_port}"
+        others = listening(self._options.grpc_port)
         try:
             port = self._listen(server, asked)
         except RuntimeError as error:
             raise InvalidArgumentError(f"cannot listen on {asked} for gRPC: {error}") from None
         await server.start()
+        self._listening = listening(port) - others
         self._service.metrics.grpc_connections.set_function(lambda: num_connections(port))
         self.address = f"{host}:{port}" if self._options.tls_cert is None else f"grpcs://{host}:{port}"
 
@@ -236,9 +253,18 @@ class GrpcServer:
         pair = (key.read_bytes(), certificate.read_bytes())
         return int(server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
 
-    def leave(self, timeout_s: float) -> None:
-        """Begins to :meth:`stop`: clients make their next calls at the server that replaces this one."""
-        self._leaving = asyncio.create_task(self.stop(timeout_s))
+    async def leave(self, timeout_s: float) -> None:
+        """Lets clients go to the server that replaces this one: accepts no more connections, and answers calls of the
+        open ones for ``LEAVE_S``. Then begins to :meth:`stop`.
+
+        gRPC stops to listen and to take calls in one instant, so it would cancel the calls of connections that it has
+        just accepted. It has no way to do the first alone, and logs an error when its listener ends.
+        """
+        if self._server is not None:
+            self._health.is_left = True
+            end_listening(self._listening)
+            await asyncio.sleep(LEAVE_S)
+            self._leaving = asyncio.create_task(self.stop(timeout_s))
 
     async def stop(self, timeout_s: float) -> None:
         """Accepts no more calls, and cuts off the open ones after ``timeout_s``. After it is cancelled, another call

@@ -19,7 +19,7 @@ from fastgen.serving.clients.deployments import Deployment
 from fastgen.serving.http.server import hold_port
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.output import STDOUT, write_text
-from fastgen.serving.replicas.cluster import Cluster, connected, machines_in_use, num_waiting_for_room
+from fastgen.serving.replicas.cluster import Cluster, connected, kill_actors, machines_in_use, num_waiting_for_room
 from fastgen.serving.replicas.settings import APP, INGRESS, INGRESS_END_S
 from fastgen.serving.run import announcement
 
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 # How often the application is looked at while it starts, and while it runs: a look costs Ray Serve some milliseconds.
 _START_POLL_S, _POLL_S = 0.25, 2.0
+# How long the application may take to end after its server. No request is left then that a replica could finish.
+_DELETE_S = 5.0
+# How long Ray may take to end processes that are killed.
+_KILL_S = 10.0
 # Most characters of an error that are logged.
 _MOST_LOGGED = 300
 # Of the message with which Ray Serve reports, after 30 s, that replicas are not scheduled.
@@ -68,14 +72,14 @@ def run_replicas(given: Mapping[str, Any], *, on_ready: Callable[[Deployment], N
             write_text(STDOUT, announcement(deployment, needs_key=bool(options.api_keys)))
             if on_ready is not None:
                 on_ready(deployment)
-            while not endings.first.wait(_POLL_S) and _application(cluster) is not None:
+            while not endings.first.wait(_POLL_S) and _has_server(_application(cluster)):
                 pass
             if endings.first.is_set():
                 _end(ingress, cluster, endings, options.drain_timeout_s + INGRESS_END_S)
         finally:
             if cluster.is_alive:
                 with _unless_it_fails("the application cannot be deleted"):
-                    serve.delete(APP)
+                    _delete(cluster)
 
 
 def _until_running(cluster: Cluster, endings: _Endings) -> bool:
@@ -107,6 +111,36 @@ def _application(cluster: Cluster) -> ApplicationStatusOverview | None:
     if not cluster.is_alive:
         raise FastgenError(f"the cluster at {cluster.head} is gone, and its replicas with it")
     return serve.status().applications.get(APP)
+
+
+def _has_server(application: ApplicationStatusOverview | None) -> bool:
+    """Returns whether the application runs, or is being deleted and its server has yet to end."""
+    if application is None or application.status != "DELETING":
+        return application is not None
+    ingress = application.deployments.get(INGRESS)
+    return ingress is not None and any(ingress.replica_states.values())
+
+
+def _delete(cluster: Cluster) -> None:
+    """Deletes the application, whose server has ended. What has not ended in time is killed, such as a replica that is
+    stopped or hangs: Ray Serve would give it its time to finish requests.
+    """
+    from ray import serve
+
+    serve.delete(APP, _blocking=False)
+    if not _is_deleted(cluster, _DELETE_S):
+        _log.warning("%d processes of replicas do not end, and are killed", kill_actors())
+        _is_deleted(cluster, _KILL_S)
+
+
+def _is_deleted(cluster: Cluster, timeout_s: float) -> bool:
+    """Waits until the application is deleted; returns whether it is after ``timeout_s``."""
+    until_s = time.monotonic() + timeout_s
+    while _application(cluster) is not None:
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(_START_POLL_S)
+    return True
 
 
 def _end(ingress: DeploymentHandle[Any], cluster: Cluster, endings: _Endings, timeout_s: float) -> None:

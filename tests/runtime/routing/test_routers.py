@@ -123,7 +123,7 @@ def holder_of(prompt: Sequence[int], replica: str, session: str | None = None) -
 
 @pytest.mark.parametrize(("num_held", "num_prompt"), [(160, 160), (320, 400), (16, 480)])
 def test_affinity_wins_up_to_its_margin(num_held: int, num_prompt: int) -> None:
-    """The margin: 4 tokens for each that is held, and the held share of the least outstanding tokens."""
+    """The margin: a token for each that is held, and the held share of the least outstanding tokens."""
     own, least = REPLICAS[2], 1000
     beginning = text(1, num_held)
     router = PrefixAffinity(block_size=BLOCK)
@@ -152,6 +152,17 @@ def test_the_replica_that_holds_more_of_the_prompt_comes_first() -> None:
     assert router.rank(request(text(2, 320)), REPLICAS)[0] not in (REPLICAS[1], REPLICAS[3]), "nothing is known of it"
 
 
+def test_a_frequent_prefix_spreads_before_its_replicas_are_far_busier_than_others() -> None:
+    """With thirty prompts of one prefix open at once and nothing else to do, all replicas share them."""
+    router, prefix = make_router("prefix", block_size=BLOCK), text(1, 640)
+    for number in range(30):
+        each = request(prefix + text(100 + number, 40), num_new=20)
+        router.sent(each, router.rank(each, REPLICAS)[0])
+    counts = [router.outstanding(replica) for replica in REPLICAS]
+    assert min(counts) >= 680 + 20, "every replica has learned the prefix"
+    assert max(counts) < 2 * min(counts) + 680, "and none is busier than the margin allows"
+
+
 def test_what_a_replica_holds_is_not_outstanding_there() -> None:
     prompt = text(1, 320)
     router = holder_of(prompt, REPLICAS[0])
@@ -171,6 +182,7 @@ def test_sessions_stay_where_they_were_also_without_common_blocks() -> None:
     ranked = router.rank(moved, REPLICAS)
     assert ranked[0] != REPLICAS[4], "it is too busy"
     router.sent(moved, ranked[0])
+    router.ended(moved, ranked[0])
     assert router.rank(request(text(8, 300), session="chat"), REPLICAS)[0] == ranked[0], "it stays where it moved to"
 
 

@@ -72,6 +72,47 @@ def test_an_end_is_waited_for_until_it_is_done_or_a_second_signal_comes(endings:
     assert ingress.num_looks == 0
 
 
+@pytest.mark.parametrize(
+    ("status", "ingresses", "expected"),
+    [
+        ("RUNNING", {}, True),
+        ("DELETING", {"Ingress": {"STOPPING": 1}}, True),
+        ("DELETING", {"Ingress": {"STOPPING": 0}, "Replicas": {"STOPPING": 1}}, False),
+        ("DELETING", {"Replicas": {"STOPPING": 1}}, False),
+    ],
+)
+def test_an_application_that_is_deleted_has_a_server_until_its_ingress_has_ended(
+    status: str, ingresses: dict[str, dict[str, int]], expected: bool
+) -> None:
+    deployments = {name: SimpleNamespace(replica_states=states) for name, states in ingresses.items()}
+    application: Any = SimpleNamespace(status=status, deployments=deployments)
+    assert launch._has_server(application) == expected
+    assert not launch._has_server(None)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_replicas_that_do_not_end_are_killed(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    deleted: list[tuple[str, bool]] = []
+    killed: list[str] = []
+
+    def found(cluster: Any) -> Any:
+        return SimpleNamespace() if hangs and not killed else None
+
+    actors = [f"SERVE_REPLICA::{name}" for name in ("fastgen#Replicas#a", "fastgen#Ingress#b", "other#Replicas#c")]
+    monkeypatch.setattr("ray.serve.delete", lambda name, _blocking: deleted.append((name, _blocking)))
+    monkeypatch.setattr(
+        "ray.util.list_named_actors",
+        lambda all_namespaces: [{"name": name, "namespace": "serve"} for name in [*actors, "SERVE_CONTROLLER_ACTOR"]],
+    )
+    monkeypatch.setattr("ray.get_actor", lambda name, namespace: name)
+    monkeypatch.setattr("ray.kill", killed.append)
+    monkeypatch.setattr(launch, "_application", found)
+    monkeypatch.setattr(launch, "_DELETE_S", 0.0)
+    launch._delete(ALIVE)
+    assert deleted == [("fastgen", False)]
+    assert killed == (actors[:2] if hangs else [])
+
+
 def application_with(message: str, status: str) -> Any:
     deployments = {"Replicas": SimpleNamespace(message=message)}
     return SimpleNamespace(status=status, message="", deployments=deployments)

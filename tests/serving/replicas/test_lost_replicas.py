@@ -79,6 +79,27 @@ def test_no_request_is_lost_that_had_not_begun_to_stream(replicas: ServerProcess
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("by_client", [False, True])
+def test_a_replica_that_is_stopped_is_killed_at_the_end_of_the_server(
+    by_client: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with served("tiny-llama", "--replicas", "1") as process:
+        (replica,) = started_by(process.process.pid, REPLICA)
+        stopped = [*started_by(replica, ENGINE), replica]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        if by_client:
+            fastgen.client(process.address).terminate_server()
+        else:
+            process.process.send_signal(signal.SIGTERM)
+        assert process.process.wait(WAIT_S) == 0
+        assert not [pid for pid in stopped if os.path.exists(f"/proc/{pid}")]
+    errors = capfd.readouterr().err
+    assert "1 processes of replicas do not end, and are killed" in errors
+    assert "cannot be deleted" not in errors, "Ray Serve waits for a minute"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("with_engine", [False, True])
 def test_a_replica_that_hangs_is_replaced_and_its_requests_are_answered(
     replicas: ServerProcess, llm: fastgen.LLM, with_engine: bool

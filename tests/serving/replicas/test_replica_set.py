@@ -262,12 +262,21 @@ def test_sessions_and_prefixes_stay_at_a_replica() -> None:
     async def test() -> None:
         a, b = PlayedReplica("a"), PlayedReplica("b")
         async with played_set(a, b, router="prefix") as (replicas, _, _noted):
+
+            async def answered(*prompt_ids: int, session: str | None = None) -> PlayedReplica:
+                request = submit(replicas, *prompt_ids, session=session)
+                place = await where(request, a, b)
+                place.finish(request.number, 6)
+                assert await whole(request) == [6]
+                replicas.finish(request)
+                return place
+
             long = list(range(64))
-            first = await where(submit(replicas, *long), a, b)
-            assert await where(submit(replicas, *long, 1, 2, 3), a, b) is first
-            own = await where(submit(replicas, 9, session="s"), a, b)
+            first = await answered(*long)
+            assert await answered(*long, 1, 2, 3) is first
+            own = await answered(9, session="s")
             for number in range(4):
-                assert await where(submit(replicas, number, session="s"), a, b) is own
+                assert await answered(number, session="s") is own
 
     run(test)
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from fastgen.cli import app
 from fastgen.runtime.routing import ROUTERS
 from fastgen.serving.engine import remote_socket
-from fastgen.serving.replicas import application, cluster, ingress, membership, replica, replica_set, settings
+from fastgen.serving.replicas import application, cluster, ingress, launch, membership, replica, replica_set, settings
 from fastgen.serving.replicas.deploy_file import deploy_file
 from fastgen.serving.replicas.placement import Machine, NoRoomError, needs_of
 from tests.pages import DOCS, blocks, section
@@ -92,6 +92,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
         f"{settings.FINISH_S:g} s (`graceful_shutdown_timeout_s`)",
         f"{membership.KEEP_S:g} s",
         f"`--drain-timeout` and {settings.INGRESS_END_S:g} s more",
+        f"{launch._DELETE_S:g} s",
         f"{SLOW_STARTUP_WARNING_S:g} s",
         f"{cluster._CONNECT_S:g} s",
     ]
