@@ -169,12 +169,16 @@ class Subject:
     def __call__(self, batch: Batch) -> Tensor:
         """Fills every buffer with poison, then runs: values that are read must have been written for this batch."""
         plan = self.plan
-        for lists in (plan.counts, plan.chunk_tiles, plan.decode_tiles, plan.shares):
+        for lists in (plan.counts, plan.chunk_tiles, plan.decode_tiles, plan.shares, plan.arrivals):
             lists.fill_(-(10**6))
         for parts in (plan.part, plan.part_best, plan.part_total):
             parts.fill_(torch.nan)
-        out = torch.full((*batch.q.shape[:2], batch.v_cache.shape[-1]), torch.nan, dtype=batch.q.dtype)
         plan(batch.starts, batch.seq_lens)
+        return self.attend(batch)
+
+    def attend(self, batch: Batch) -> Tensor:
+        """Runs without planning again, as another layer would."""
+        out = torch.full((*batch.q.shape[:2], batch.v_cache.shape[-1]), torch.nan, dtype=batch.q.dtype)
         inputs = (batch.q, batch.k_cache, batch.v_cache, batch.tables, batch.starts, batch.seq_lens)
         self.attention(*inputs, out, slopes=batch.slopes, sinks=batch.sinks)
         return out
