@@ -191,8 +191,7 @@ class AttentionPlan:
     ):
         self.shape, self.token_budget, self.max_num_seqs = specs.shape, token_budget, max_num_seqs
         self.chunk_m, self.decode_m = specs.chunk.block_m, specs.decode.block_m
-        # The most programs of chunks, where they take tiles in turn: a multiprocessor holds few of them at once.
-        self.max_chunk_programs = max(1, num_sms * specs.chunk.programs_per_sm) if specs.chunk.persistent else None
+        self.num_sms = num_sms
         self.num_programs = max(1, num_sms * specs.decode.programs_per_sm // self.shape.num_kv_heads)
         self._kernel = load(specs.plan)
 
@@ -244,6 +243,11 @@ class AttentionKernel:
     def __init__(self, specs: AttentionSpecs, load: Callable[[KernelSpec], Kernel], plan: AttentionPlan):
         self._plan = plan
         self._chunks, self._decodes = load(specs.chunks), load(specs.decodes)
+        # The most programs of chunks where they take tiles in turn: a multiprocessor holds few of them at once. Another
+        # attention with this plan may have a program for each tile.
+        self._max_chunk_programs = (
+            max(1, plan.num_sms * specs.chunk.programs_per_sm) if specs.chunk.persistent else None
+        )
         self._takes_values = any(argument.name == "v_cache" for argument in specs.chunks.arguments)
 
     def __call__(
@@ -273,7 +277,7 @@ class AttentionKernel:
         parts = (plan.part, plan.part_best, plan.part_total, plan.arrivals)
         max_blocks = block_tables.shape[1]
         chunk_programs = plan.max_chunk_tiles(len(q)) * num_kv_heads
-        chunk_grid = (min(chunk_programs, plan.max_chunk_programs or chunk_programs),)
+        chunk_grid = (min(chunk_programs, self._max_chunk_programs or chunk_programs),)
         self._chunks(chunk_grid, *inputs, plan.chunk_tiles, plan.counts, out, max_blocks)
         decode_grid = (plan.num_programs * num_kv_heads,)
         lists = (plan.decode_tiles, plan.shares, plan.counts)
