@@ -2,10 +2,10 @@
 
     python -m tests.compile.ahead_of_time [--targets sm_90,gfx942] [--minutes 60]
 
-takes each recipe at a published configuration, with weights as they come and in each format of ``quantize=``, and builds
-the kernels that are not in :data:`RESULTS` yet. The file is
-written after every few kernels, so the command may be stopped and continues there. Kernels that were built by other
-versions of the tools or from another source are built again. ``--render`` writes the table of docs/kernels.md from the
+takes each recipe at a published configuration, with weights as they come and in each format of ``quantize=``, and
+builds the kernels that are not in :data:`RESULTS` yet. The file is written after every few kernels, so the command may
+be stopped and continues there. Kernels that were built by other versions of the tools or from another source are built
+again. ``--render`` writes the table of docs/kernels.md from the
 results and builds nothing: the table says how many of today's kernels were built from today's source, and a test fails
 while it does not. ``make test-all`` ends with an hour of building what is missing.
 """

@@ -37,6 +37,7 @@ SHIPPED = {
     "Phi 3, small blocks": AttentionShape(32, 32, 96, 16, "bf16", 0.1, sliding_window=2047, q_stride=9216),
     "latent, small blocks": AttentionShape(128, 1, 576, 16, "bf16", 0.1, v_dim=512, values_in_keys=True),
     "window": AttentionShape(32, 8, 128, 64, "bf16", 0.1, sliding_window=4096),
+    "window, small blocks": AttentionShape(32, 8, 128, 16, "bf16", 0.1, sliding_window=4096, q_stride=6144),
     "Gemma 2": AttentionShape(16, 8, 256, 64, "bf16", 0.1, sliding_window=4096, softcap=50.0),
     "BLOOM": AttentionShape(32, 32, 128, 64, "bf16", 0.1, alibi="plain", alibi_dtype="bf16"),
     "Falcon": AttentionShape(71, 1, 64, 64, "bf16", 0.1),

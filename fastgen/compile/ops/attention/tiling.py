@@ -125,6 +125,8 @@ def decode_tiling(shape: AttentionShape, arch: str) -> Tiling:
     if shape.dtype == "fp32" and arch != "interpret":
         return _DECODES_FP32
     tiling = _smallest_that_holds(_DECODES.get(arch, _DECODES["sm_86"]), _DECODES_GATHERED.get(arch, {}), shape)
+    if shape.sliding_window and (tiling.block_n, tiling.programs_per_sm) == (64, 3):
+        tiling = replace(tiling, programs_per_sm=2)  # a window takes registers too: with three some would spill
     largest = 64 if shape.head_dim <= 128 else 32
     block_m = min(max(16, power_of_2(shape.group_size)), largest)
     if block_m == tiling.block_m:
