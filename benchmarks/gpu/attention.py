@@ -105,9 +105,7 @@ def build(
     """Builds all kernels for batches of these sizes, several at a time."""
     num_seqs, arch = sum(each.count for each in sequences), bench.loader.builder.arch
     found = [attention_specs(shape, max_num_seqs=num_seqs, arch=arch, **(cut or {})) for shape in shapes]
-    bench.loader.build(
-        [kernel for specs in found for kernel in (specs.plan, specs.chunks, specs.decodes, specs.combine)]
-    )
+    bench.loader.build([kernel for specs in found for kernel in (specs.plan, specs.chunks, specs.decodes)])
 
 
 def measure_case(

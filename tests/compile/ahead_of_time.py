@@ -2,9 +2,10 @@
 
     python -m tests.compile.ahead_of_time [--targets sm_90,gfx942] [--minutes 60]
 
-takes each recipe at a published configuration and builds the kernels that are not in :data:`RESULTS` yet. The file is
-written after every few kernels, so the command may be stopped and continues there. Kernels that were built by other
-versions of the tools or from another source are built again. ``--render`` writes the table of docs/kernels.md from the
+takes each recipe at a published configuration, with weights as they come and in each format of ``quantize=``, and
+builds the kernels that are not in :data:`RESULTS` yet. The file is written after every few kernels, so the command may
+be stopped and continues there. Kernels that were built by other versions of the tools or from another source are built
+again. ``--render`` writes the table of docs/kernels.md from the
 results and builds nothing: the table says how many of today's kernels were built from today's source, and a test fails
 while it does not. ``make test-all`` ends with an hour of building what is missing.
 """
@@ -28,6 +29,7 @@ from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.sources import body_hash
 from fastgen.compile.build.triton import TRITON_ARCHES, TritonBuilder
 from fastgen.compile.spec import KernelSpec
+from fastgen.compile.weights.formats import QUANTIZED
 from fastgen.models.kernels import kernel_specs
 from fastgen.models.registry.registry import find_recipe
 from fastgen.models.resolve.resolve import resolve
@@ -52,12 +54,14 @@ def models(configs: Iterable[dict[str, Any]]) -> list[ModelSpec]:
 
 
 def wanted(arch: str, models: Iterable[ModelSpec]) -> dict[KernelSpec, list[str]]:
-    """Returns the distinct kernels that ``models`` need in bf16, with the recipes that need each."""
+    """Returns the distinct kernels that ``models`` need in bf16, with weights in bf16 and in every other format, and
+    the recipes that need each."""
     loader = KernelLoader(TritonBuilder(arch), num_jobs=1)
     recipes: dict[KernelSpec, list[str]] = defaultdict(list)
-    for model in models:
-        for spec in kernel_specs(model, loader, torch.bfloat16):
-            recipes[spec].append(model.recipe)
+    for model, weight_format in itertools.product(models, (None, *QUANTIZED["triton"])):
+        for spec in kernel_specs(model, loader, torch.bfloat16, weight_format=weight_format):
+            if model.recipe not in recipes[spec]:
+                recipes[spec].append(model.recipe)
     return recipes
 
 

@@ -37,6 +37,7 @@ SHIPPED = {
     "Phi 3, small blocks": AttentionShape(32, 32, 96, 16, "bf16", 0.1, sliding_window=2047, q_stride=9216),
     "latent, small blocks": AttentionShape(128, 1, 576, 16, "bf16", 0.1, v_dim=512, values_in_keys=True),
     "window": AttentionShape(32, 8, 128, 64, "bf16", 0.1, sliding_window=4096),
+    "window, small blocks": AttentionShape(32, 8, 128, 16, "bf16", 0.1, sliding_window=4096, q_stride=6144),
     "Gemma 2": AttentionShape(16, 8, 256, 64, "bf16", 0.1, sliding_window=4096, softcap=50.0),
     "BLOOM": AttentionShape(32, 32, 128, 64, "bf16", 0.1, alibi="plain", alibi_dtype="bf16"),
     "Falcon": AttentionShape(71, 1, 64, 64, "bf16", 0.1),
@@ -169,12 +170,16 @@ class Subject:
     def __call__(self, batch: Batch) -> Tensor:
         """Fills every buffer with poison, then runs: values that are read must have been written for this batch."""
         plan = self.plan
-        for lists in (plan.counts, plan.chunk_tiles, plan.decode_tiles, plan.shares):
+        for lists in (plan.counts, plan.chunk_tiles, plan.decode_tiles, plan.shares, plan.arrivals):
             lists.fill_(-(10**6))
         for parts in (plan.part, plan.part_best, plan.part_total):
             parts.fill_(torch.nan)
-        out = torch.full((*batch.q.shape[:2], batch.v_cache.shape[-1]), torch.nan, dtype=batch.q.dtype)
         plan(batch.starts, batch.seq_lens)
+        return self.attend(batch)
+
+    def attend(self, batch: Batch) -> Tensor:
+        """Runs without planning again, as another layer would."""
+        out = torch.full((*batch.q.shape[:2], batch.v_cache.shape[-1]), torch.nan, dtype=batch.q.dtype)
         inputs = (batch.q, batch.k_cache, batch.v_cache, batch.tables, batch.starts, batch.seq_lens)
         self.attention(*inputs, out, slopes=batch.slopes, sinks=batch.sinks)
         return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fastgen.compile.ops.attention.triton import attention_specs
 from fastgen.compile.ops.linear.tiling import FewRowShape, default_split
 from fastgen.compile.ops.linear.triton import few_row_specs
 from fastgen.compile.spec import KernelSpec
+from fastgen.compile.weights.formats import QUANTIZED
 from fastgen.models.registry.registry import list_recipes
 from tests.compile import ahead_of_time
 from tests.compile.ahead_of_time import (
@@ -79,6 +81,22 @@ def test_every_recipe_s_kernels_are_wanted_each_once() -> None:
     found = wanted("sm_90", models(config for _, config in CONFIGS.values()))
     assert {name for recipes in found.values() for name in recipes} == {each.recipe.name for each in list_recipes()}
     assert len({spec.digest for spec in found}) == len(found) > 300
+
+
+def test_kernels_of_quantized_weights_are_wanted_too() -> None:
+    """Those of each format: rows looked up, products of few rows, and weights dequantized for the library."""
+    names = {listed.recipe.name for listed in list_recipes()}
+    by_format: dict[str, set[str]] = defaultdict(set)
+    recipes: dict[str, set[str]] = defaultdict(set)
+    for spec, needed_by in wanted("sm_90", models(config for _, config in CONFIGS.values())).items():
+        stored = {str(value) for value in spec.parameters.values()} & set(QUANTIZED["triton"])
+        for weight_format in stored:
+            by_format[weight_format].add(spec.op)
+            recipes[weight_format] |= set(needed_by)
+    assert by_format.keys() == set(QUANTIZED["triton"])
+    for weight_format, ops in by_format.items():
+        assert ops >= {"embedding", "few_row_linear", "dequantize"}, weight_format
+        assert recipes[weight_format] == names, weight_format
 
 
 def test_results_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

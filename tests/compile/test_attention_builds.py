@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def test_prompts_compute_exponentials_while_the_next_product_runs(head_dim: int,
     for these products. Otherwise a tile's exponentials stand behind the wait."""
     shape, found = AttentionShape(32, 8, head_dim, block_size, "bf16", head_dim**-0.5), {}
     assert chunk_tiling(shape, "sm_90").ahead
+    assert chunk_tiling(shape, "sm_90").persistent
     for ahead in (True, False):
         tiling = replace(chunk_tiling(shape, "sm_90"), ahead=ahead)
         spec = attention_specs(shape, max_num_seqs=256, arch="sm_90", chunk=tiling).chunks
@@ -71,6 +73,28 @@ def test_prompts_compute_exponentials_while_the_next_product_runs(head_dim: int,
 def test_decodes_fit_as_many_programs_as_they_are_planned_for(built: Path) -> None:
     shape = AttentionShape(32, 8, 128, 64, "bf16", 128**-0.5)
     check_residency(shape, "sm_90", built)
+
+
+def test_an_arrival_releases_what_was_stored_and_acquires_what_is_read(built: Path) -> None:
+    """All threads have stored their part when one of them counts the arrival, and they wait for its answer before they
+    read. The answer makes the multiprocessor forget what it has cached."""
+    spec = attention_specs(AttentionShape(32, 8, 128, 64, "bf16", 128**-0.5), max_num_seqs=256, arch="sm_90").decodes
+    (entry,) = KernelLoader(TritonBuilder("sm_90"), cache=KernelCache(built)).build([spec])
+    ptx = entry.source.with_suffix(".ptx").read_text(encoding="utf-8")
+    found = re.findall(r"\b(bar\.sync|(?:st|ld|atom)\.global[.\w]*)", ptx)
+    place = found.index("atom.global.gpu.acq_rel.add.u32")
+    assert [found[place - 1], found[place + 1]] == ["bar.sync", "bar.sync"]
+    assert not any(each.startswith("atom") for each in found[:place] + found[place + 1 :])
+    assert not any(".nc" in each for each in found), "a load beside the coherent caches"
+    code = [text for _, text in instructions(entry.source.with_suffix(".cubin"))]
+    around = [text for text in code if re.search(r"\b(BAR|MEMBAR|ATOMG|CCTL|LDG|STG)\b", text)]
+    arrival = next(index for index, text in enumerate(around) if "ATOMG" in text)
+    for text, expected in zip(
+        around[arrival - 2 : arrival + 3],
+        ("BAR.SYNC", "MEMBAR.ALL.GPU", "ATOMG.E.ADD.STRONG.GPU", "CCTL.IVALL", "BAR.SYNC"),
+        strict=True,
+    ):
+        assert expected in text, around[arrival - 2 : arrival + 3]
 
 
 def check_residency(shape: AttentionShape, arch: str, directory: Path) -> None:
@@ -103,8 +127,7 @@ def test_every_default_on_every_target(name: str, arch: str, built: Path) -> Non
     chunks = check_build(specs.chunks, arch, built)
     assert chunks["matrix_instructions"] or SHIPPED[name].dtype == "fp32"
     check_residency(SHIPPED[name], arch, built)
-    for spec in (specs.plan, specs.combine):
-        check_build(spec, arch, built)
+    check_build(specs.plan, arch, built)
 
 
 # Specs

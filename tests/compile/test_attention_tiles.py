@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+from fastgen.compile.build.builder import Kernel
+from fastgen.compile.ops.attention import tiling
 from fastgen.compile.ops.attention.tiling import chunk_tiling
-from fastgen.compile.ops.attention.triton import attention_specs
+from fastgen.compile.ops.attention.triton import AttentionKernel, AttentionPlan, attention_specs
+from fastgen.compile.spec import KernelSpec
 from tests.compile.attention_cases import SHIPPED
 
 
@@ -22,9 +28,38 @@ def test_registers_are_asked_for_as_many_programs_as_are_planned_for(name: str) 
     """Else the assembler takes more, or spills some for one program more."""
     for arch in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100"):
         specs = attention_specs(SHIPPED[name], max_num_seqs=256, arch=arch)
-        for spec, tiling in ((specs.chunks, specs.chunk), (specs.decodes, specs.decode)):
-            threads, registers = 32 * tiling.num_warps * tiling.programs_per_sm, spec.options["maxnreg"]
+        for spec, cut in ((specs.chunks, specs.chunk), (specs.decodes, specs.decode)):
+            threads, registers = 32 * cut.num_warps * cut.programs_per_sm, spec.options["maxnreg"]
             assert isinstance(registers, int)
             assert registers * threads <= 65536
             assert registers == 255 or (registers + 8) * threads > 65536
     assert "maxnreg" not in attention_specs(SHIPPED[name], max_num_seqs=256, arch="gfx942").chunks.options
+
+
+def test_prompts_take_tiles_in_turn_where_the_assembler_has_registers_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {name: shape for name, shape in SHIPPED.items() if shape.dtype != "fp32"}
+    assert all(chunk_tiling(shape, "sm_90").persistent for shape in shapes.values())
+    monkeypatch.setattr(tiling, "_triton", lambda: (3, 6))
+    found = {name: chunk_tiling(shape, "sm_90").persistent for name, shape in shapes.items()}
+    assert (found["D 64"], found["BLOOM"]) == (True, True)
+    assert (found["D 128"], found["small blocks"], found["D 256"], found["latent"]) == (False, False, False, False)
+
+
+def test_attentions_of_one_plan_have_grids_of_their_own() -> None:
+    """One takes tiles in turn, another has a program for each tile that a batch could have."""
+    grids = {}
+    shape = SHIPPED["D 64"]
+    default = attention_specs(shape, max_num_seqs=16, arch="sm_90")
+    sizes = {"token_budget": 2048, "max_num_seqs": 16, "num_sms": 132}
+
+    def load(spec: KernelSpec) -> Kernel:
+        return lambda grid, *arguments: grids.setdefault(spec.parameters.get("kind"), []).append(grid)  # type: ignore[return-value]
+
+    plan = AttentionPlan(default, load, **sizes, device=torch.device("meta"))
+    q = torch.empty(2048, 32, 64, dtype=torch.bfloat16, device="meta")
+    ints = torch.empty(17, dtype=torch.int32, device="meta")
+    for persistent in (True, False):
+        cut = replace(default.chunk, persistent=persistent)
+        specs = attention_specs(shape, max_num_seqs=16, arch="sm_90", chunk=cut)
+        AttentionKernel(specs, load, plan)(q, q, q, ints.view(1, 17), ints, ints[:16], q)
+    assert grids["chunks"] == [(132,), (plan.max_chunk_tiles(2048) * 8,)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fastgen.compile.build import autotune
 from fastgen.compile.build.fence import Fence
 from fastgen.compile.capture.cuda_graph import GraphPool
 from fastgen.errors import CaptureError, KernelError
+from fastgen.runtime.step.forward import CapturedForward, Results
 
 
 class StandIn:
@@ -132,6 +134,30 @@ def test_a_step_is_run_before_it_is_captured_with_nothing_left_of_it(cuda: Stand
     assert cuda.log[-2:] == ["replay", "reset"]
     with pytest.raises(CaptureError, match="after it was closed"):
         graph.replay()
+
+
+def test_smaller_steps_neither_wait_nor_give_memory_back_before_the_last_of_them(cuda: StandIn) -> None:
+    pool = new_pool(Loader())
+    for is_largest in (True, False, False):
+        pool.capture("a step", cuda.step, makes_room=is_largest)
+    pool.give_back()
+    assert cuda.log.count("ran on side") == cuda.log.count("captured on side") == 3
+    waiting = [what for what in cuda.log if what in ("synchronize", "empty cache")]
+    assert waiting == 2 * ["synchronize", "empty cache"]
+    assert cuda.log[-2:] == ["synchronize", "empty cache"]
+
+
+def test_a_forward_gives_memory_back_once_for_each_kind_of_graph_and_at_the_end(cuda: StandIn) -> None:
+    results = Results(1, 1, torch.float32, torch.device("cpu"))
+    sizes = {"sizes": (1, 2, 8), "row_sizes": (1, 4), "sample": lambda logits: None}
+    forward = CapturedForward(Mock(), Mock(), new_pool(Loader()), Mock(), results, **sizes)  # type: ignore[arg-type]
+    forward._forward_step = forward._head_step = lambda size: cuda.step()  # type: ignore[method-assign, assignment]
+    forward.capture(lambda done, total: None)
+    assert cuda.log.count("ran on side") == cuda.log.count("captured on side") == 5
+    assert cuda.log.count("empty cache") == 3
+    captures = [index for index, what in enumerate(cuda.log) if what == "captured on side"]
+    emptied = [index for index, what in enumerate(cuda.log) if what == "empty cache"]
+    assert emptied[0] < captures[0] < captures[2] < emptied[1] < captures[3] < captures[4] < emptied[2]
 
 
 def test_a_step_that_waits_cannot_be_captured_and_the_next_one_can(cuda: StandIn) -> None:

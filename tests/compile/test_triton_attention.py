@@ -23,9 +23,12 @@ from tests.compile.attention_cases import (
     TOLERANCE,
     Case,
     Rows,
+    Subject,
     differences_of_one_subject,
     draw_rows,
+    make_batch,
     plans,
+    reference,
     shape_of,
     specs_of,
     worst_difference,
@@ -203,6 +206,63 @@ def test_reference_with_sinks() -> None:
         np.testing.assert_allclose(found[0, head], weights @ values[:5, head // 2].double().numpy(), atol=1e-6)
 
 
+# Parts of decodes
+
+# One KV head and many programs, so that a query tile has parts of one level, of two, and of three.
+SPLIT: list[Rows] = [[(40, 3), (0, 0), (150, 1)], [(700, 1), (31, 8)], [(2200, 1), (14, 11), (90, 2)]]
+
+
+def split(*names: str, rows: Rows) -> Case:
+    heads = {} if any("num_heads" in FEATURES[name] for name in names) else {"num_heads": 5, "num_kv_heads": 1}
+    return replace(case_of(*names, rows=rows, **heads), num_sms=90)
+
+
+@pytest.mark.kernels
+def test_parts_of_one_query_tile_are_joined_whatever_the_features() -> None:
+    rng = Random(10)
+    pairs = [(name, rng.choice([other for other in FEATURES if compatible(name, other)])) for name in FEATURES]
+    check([split(*pair, rows=SPLIT[index % 2]) for index, pair in enumerate(pairs)] + [split(rows=SPLIT[2])])
+
+
+@pytest.mark.kernels
+def test_launches_of_one_plan_follow_each_other() -> None:
+    """As those of the layers do: each leaves the arrivals as the next one needs them."""
+    case = split(rows=SPLIT[1])
+    subject, batch = Subject(case), make_batch(case)
+    first, expected = subject(batch), reference(batch, case.shape)
+    assert float((first - expected).abs().max()) <= TOLERANCE["fp32"]
+    for _ in range(3):
+        subject.plan.part.fill_(torch.nan)
+        assert torch.equal(subject.attend(batch), first)
+
+
+def test_sums_are_the_same_in_every_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted programs run one after the other; here in drawn orders, and from the last to the first."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    set_grid_idx, num_moved = interpreter_builder.set_grid_idx, 0
+    for rows in SPLIT[1:]:
+        case = split(rows=rows)
+        subject, batch = Subject(case), make_batch(case)
+        expected = subject(batch)
+        for seed in range(3):
+            rng = Random(seed)
+
+            def moved(x: int, y: int, z: int, rng: Random = rng, is_last_first: bool = seed == 0) -> None:
+                nonlocal order, num_moved
+                size = interpreter_builder.grid_dim[0]
+                if x == 0:
+                    order = list(range(size))[::-1] if is_last_first else rng.sample(range(size), size)
+                num_moved += order[x] != x
+                set_grid_idx(order[x], y, z)
+
+            order: list[int] = []
+            monkeypatch.setattr(interpreter_builder, "set_grid_idx", moved)
+            assert torch.equal(subject(batch), expected), f"{rows=} {seed=}"
+            monkeypatch.undo()
+    assert num_moved > 500
+
+
 # Work lists
 
 
@@ -345,4 +405,4 @@ def test_launches_are_the_same_whatever_a_batch_holds() -> None:
         tapes.append(list(launches))
     assert all(tape == tapes[0] for tape in tapes)
     grids = [grid for _, grid, _ in tapes[0]]
-    assert grids == [(16,), (132,), (2 * 132 // 8 * 8,), ((2 * 132 // 8 - 1) * 8 * 4,)]
+    assert grids == [(16,), (132,), (2 * 132 // 8 * 8,)]

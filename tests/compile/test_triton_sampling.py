@@ -26,6 +26,7 @@ from fastgen.compile.ops.sampling.reference import (
 )
 from fastgen.compile.ops.sampling.reference import row_status as reference_status
 from fastgen.compile.ops.sampling.triton import SamplingKernel, SlotSampling, sampling_specs
+from tests.kernel_device import DEVICE
 
 CPU = torch.device("cpu")
 INF = float("inf")
@@ -357,6 +358,41 @@ def test_log_probabilities(loader: KernelLoader, num_top: int) -> None:
     if num_top:
         torch.testing.assert_close(subject.kernels.buffer("top_logprobs")[is_ok], top, rtol=1e-5, atol=1e-5)
         assert torch.equal(subject.kernels.buffer("top_ids")[is_ok].long(), top_ids)
+
+
+def test_a_threshold_is_found_in_four_passes_over_the_list(
+    loader: KernelLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pass adds to two bins for each piece of the list. Where top-p cuts through equals, one pass more for each
+    eight bits of ids finds the last that is kept."""
+    if DEVICE != "cpu":
+        pytest.skip("interpreted programs are counted")
+    from triton.runtime.interpreter import interpreter_builder
+
+    num_additions, add = 0, interpreter_builder.create_atomic_rmw
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal num_additions
+        num_additions += 1
+        return add(*arguments)
+
+    monkeypatch.setattr(interpreter_builder, "create_atomic_rmw", counted)
+    subject, smooth = Subject(loader, 300, 1), torch.linspace(0, 3, 300)
+    num_slices, num_pieces = 5, 3
+    for logits, sampling, num_passes in (
+        (smooth, SlotSampling(temperature=1.0, top_k=200), 4),
+        (smooth, SlotSampling(temperature=1.0, top_p=0.99), 4),
+        (smooth, SlotSampling(temperature=1.0, top_k=200, top_p=0.5), 8),
+        (torch.zeros(300), SlotSampling(temperature=1.0, top_p=0.5), 4 + 2),
+        (smooth, SlotSampling(temperature=1.0), 0),
+    ):
+        num_additions = 0
+        subject.check(logits.view(1, 300), [sampling], torch.zeros(1, dtype=torch.int32))
+        listing = num_slices * bool(num_passes)
+        size = int(subject.kernels.buffer("list_counts")[0])
+        pieces = -(-size // 128)
+        assert num_additions == listing + 2 * num_passes * pieces, sampling
+        assert pieces == num_pieces or not num_passes
 
 
 # Builds

@@ -173,7 +173,8 @@ def test_scores_of_a_prompt_take_what_the_ledger_says(find: Find) -> None:
         runner = llm._engine.runner
         hidden = torch.randn(BUDGET, llm.spec.hidden_size)
         with torch.inference_mode(), AllocationPeak() as peak:
-            runner._row_logprobs(hidden, 0, list(range(BUDGET)), 21)
+            for piece in runner._launch_pieces(hidden, 0, list(range(BUDGET)), 21):
+                piece()
         phases = memory_model(llm, "torch fp32").temporaries(llm.config)
         most = max(math.prod(tensor.stored_shape) for tensor in llm.spec.tensors())
         assert phases["loading the largest tensor"] == 4 * most

@@ -74,6 +74,24 @@ def serve(engine: Engine, drawn: list[tuple[list[int], SamplingParams]], cancell
     return [generation.output() for generation in generations]
 
 
+def test_a_request_may_be_cancelled_while_its_prompt_is_scored(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """The step under way has log-probabilities for a request that is gone when they come."""
+    engine = llm._engine
+    assert engine is not None
+    asked = {"max_new_tokens": 3, "ignore_eos": True}
+    scored, other = (
+        engine.submit([5, 6, 7, 8], SamplingParams(**asked, **more)) for more in ({"prompt_logprobs": 1}, {})
+    )
+    engine.step()
+    assert engine._in_flight is not None
+    engine.cancel(scored)
+    while engine.has_work:
+        engine.step()
+    assert not caplog.records
+    reasons = [each.output().completions[0].finish_reason for each in (scored, other)]
+    assert reasons == ["cancelled", "length"]
+
+
 @pytest.mark.slow
 def test_every_kind_of_request_gets_the_answer_of_one_step_after_another(llm: LLM) -> None:
     engine, rng = llm._engine, random.Random(3)

@@ -50,9 +50,11 @@ class GraphPool:
             assert isinstance(runner, CppKernel)
             self._runner = runner
 
-    def capture(self, name: str, step: Callable[[], None]) -> Graph:
+    def capture(self, name: str, step: Callable[[], None], *, makes_room: bool = True) -> Graph:
         """Runs ``step`` once, so that its first-call allocations exist, and captures it.
 
+        With ``makes_room`` the memory that running it took on a GPU is given back before the capture, which gets its
+        own. That is needed where no larger step was captured before; :meth:`give_back` does it for all others at once.
         During the capture nothing is computed and the garbage collector is off. If this fails, nothing is kept.
         Raises :class:`KernelError` behind a closed fence, :class:`CaptureError` for a step that cannot be captured, and
         what ``step`` raises.
@@ -60,7 +62,7 @@ class GraphPool:
         self.fence.check("capture", name)
         graph: Graph
         if self._device.type == "cuda":
-            graph = self._capture_cuda(name, step)
+            graph = self._capture_cuda(name, step, makes_room)
         else:
             step()
             graph = self.record(name, step)
@@ -75,6 +77,12 @@ class GraphPool:
         with _standing_collector():
             return record(name, step, self._arena, self._runner)
 
+    def give_back(self) -> None:
+        """Gives the memory back to a GPU that running steps took before they were captured."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+
     @property
     def size_bytes(self) -> int:
         """Returns the bytes of the intermediate results of steps, without a GPU."""
@@ -86,15 +94,15 @@ class GraphPool:
             graph.close()
         self._graphs.clear()
 
-    def _capture_cuda(self, name: str, step: Callable[[], None]) -> _CudaGraph:
+    def _capture_cuda(self, name: str, step: Callable[[], None], makes_room: bool) -> _CudaGraph:
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
                 step()
-                torch.cuda.synchronize(self._device)
-                torch.cuda.empty_cache()  # the step's memory: the capture gets its own
+                if makes_room:
+                    self.give_back()
                 with _standing_collector():
                     self._record_cuda(graph, step)
         finally:  # where the step fails midway, what it launched still writes to static buffers

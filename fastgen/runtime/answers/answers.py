@@ -81,6 +81,8 @@ class Answers:
         """Gives the tokens of ``step`` to their sequences."""
         attempt, take, finished = self._attempt, self._take, SequenceStatus.FINISHED
         for piece in step.prompt_logprobs:
+            if piece.sequence.status is finished:  # its request was cancelled while the step ran
+                continue
             attempt(Phase.UPDATE, piece.sequence, self._take_prompt_logprobs, piece, step)
         previous: Sequence | None = None
         for sequence, token in step.sampled:

@@ -23,7 +23,7 @@ from fastgen.runtime.memory.held import results
 from fastgen.runtime.memory.sizes import EngineConfig
 from fastgen.runtime.requests.request import Request, Sequence
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.runtime.sampling.sampler import Sampler, prompt_logprobs
+from fastgen.runtime.sampling.sampler import Sampler, launch_prompt_logprobs
 from fastgen.runtime.sampling.slot_sampler import slot_sampler
 from fastgen.runtime.step.input_batch import InputBatch
 from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
@@ -119,7 +119,7 @@ def _prompt_logprobs() -> _ByVocab:
 
     def record(num_rows: int, vocab_size: int) -> Allocations:
         logits, token_ids = _drawn_logits(num_rows, vocab_size), [0] * num_rows
-        return _of_logits(logits, lambda: prompt_logprobs(logits, token_ids, _MOST_LOGPROBS))
+        return _of_logits(logits, lambda: launch_prompt_logprobs(logits, token_ids, _MOST_LOGPROBS)())
 
     return _ByVocab(record)
 

@@ -280,16 +280,23 @@ def _copy_logprobs(computed: SequenceOf[Tensor], counts: SequenceOf[int]) -> Cal
     return logprobs
 
 
-def prompt_logprobs(logits: Tensor, token_ids: SequenceOf[int], count: int) -> list[Logprobs]:
-    """Returns log-probabilities of prompt tokens: row ``i`` of ``logits [R, V]`` is the prediction of ``token_ids[i]``.
+def launch_prompt_logprobs(logits: Tensor, token_ids: SequenceOf[int], count: int) -> Callable[[], list[Logprobs]]:
+    """Launches log-probabilities of prompt tokens; row ``i`` of ``logits [R, V]`` predicts ``token_ids[i]``.
 
-    Each entry has the token and ``count`` alternatives. Raises ``GenerationError`` if logits hold NaN or +inf, or all
-    are −inf.
+    Returns a function that waits for them. Each entry has the token and ``count`` alternatives. The function raises
+    ``GenerationError`` if logits hold NaN or +inf, or all are −inf. ``logits`` may be overwritten before it is called.
     """
-    for state in row_status(logits).tolist():
-        if state != RowStatus.OK:
-            raise GenerationError(_ERRORS[RowStatus(state)])
-    return token_logprobs(logits, token_ids, [count] * len(token_ids))
+    states = HostCopies([row_status(logits)])
+    given = to_device(torch.tensor(token_ids, dtype=torch.int64), logits.device)
+    logprobs = _launch_logprobs(logits, given, [count] * len(token_ids))
+
+    def answers() -> list[Logprobs]:
+        for state in states.wait()[0].tolist():
+            if state != RowStatus.OK:
+                raise GenerationError(_ERRORS[RowStatus(state)])
+        return logprobs()
+
+    return answers
 
 
 def _logprobs_by_kernel(found: RowLogprobs | None, sequence: SampledSequence) -> Logprobs | None:

@@ -221,23 +221,30 @@ class CapturedForward(_ReplayedForward):
         """Captures every graph, the largest first, and calls ``progress`` with how many are done and how many there
         are.
 
+        Each step runs before it is captured. On a GPU only the largest of each kind gives its memory back before that,
+        since what the others take is there already, and taking and giving it costs more than they do.
         With a ``trial`` each graph is replayed once on that batch, which also uploads it to the GPU, and compared with
         the step itself. Raises :class:`CaptureError` where they differ.
         """
         total = len(self._sizes) + len(self._row_sizes)
         for size in reversed(self._sizes):
             num_used = 0 if trial is None else trial.fill(size)
-            graph = self._pool.capture(f"a step of {size} tokens", partial(self._forward_step, size))
+            is_largest = size == self._sizes[-1]
+            step = partial(self._forward_step, size)
+            graph = self._pool.capture(f"a step of {size} tokens", step, makes_room=is_largest)
             if trial is not None:
                 self._try(graph, self._hidden[:num_used])
             self._forwards[size] = graph
             progress(len(self._forwards), total)
         for num_rows in reversed(self._row_sizes):
-            graph = self._pool.capture(f"logits of {num_rows} rows", partial(self._head_step, num_rows))
+            is_largest = num_rows == self._row_sizes[-1]
+            step = partial(self._head_step, num_rows)
+            graph = self._pool.capture(f"logits of {num_rows} rows", step, makes_room=is_largest)
             if trial is not None:
                 self._try(graph, self._logits[:num_rows])
             self._heads[num_rows] = graph
             progress(len(self._forwards) + len(self._heads), total)
+        self._pool.give_back()
         if trial is not None:
             trial.clear()
 

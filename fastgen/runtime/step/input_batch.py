@@ -88,6 +88,7 @@ class InputBatch:
         self._token_views: dict[int, dict[str, Tensor]] = {}
         # The last step's.
         self.built = Built(buffers.staging[0], 0, _NONE, _NONE)
+        self._starts = self._host[0]["cu_seqlens_q"]
 
     def build(self, schedule: Schedule) -> tuple[RaggedBatch, list[SampledSequence]]:
         """Returns the batch of ``schedule``, padded to its captured size if it ``pads``, and what the rows of its
@@ -98,6 +99,7 @@ class InputBatch:
         if (copied := self._copied[self._turn]) is not None:
             copied.synchronize()
         host = self._host[self._turn]
+        self._starts = host["cu_seqlens_q"]
         self.built = built = self._fill_updates(host, schedule.block_updates)
         rows = self._fill_tokens(host, schedule, size)
         packed = self.buffers.packed.copy_(built.packed, non_blocking=True)
@@ -107,6 +109,10 @@ class InputBatch:
         self._turn = (self._turn + 1) % len(self._copied)
         self._update_tables(built.num_updates)
         return self.views(size, len(rows)), rows
+
+    def first_row(self, sequence: Sequence) -> int:
+        """Returns the row at which the tokens of ``sequence`` begin in the batch that was built last."""
+        return int(self._starts[_slot(sequence)])
 
     def take(self, packed: Tensor, size: int, num_updates: int) -> RaggedBatch:
         """Returns the batch of ``size`` tokens that another process built: the bytes ``packed`` of its

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from functools import wraps
+from functools import partial, wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -19,9 +19,9 @@ from fastgen.models.causal_lm import CausalLM
 from fastgen.runtime.requests.outputs import Logprobs
 from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.requests.sampled import PromptLogprobs, SampledToken
-from fastgen.runtime.sampling.sampler import Sampler, prompt_logprobs, sampled_token
+from fastgen.runtime.sampling.sampler import Sampler, launch_prompt_logprobs, sampled_token
 from fastgen.runtime.scheduling.drafts import SampledSequence, owner
-from fastgen.runtime.scheduling.schedule import Schedule
+from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.step.forward import Forward
 from fastgen.runtime.step.input_batch import InputBatch
 from fastgen.runtime.step.late_masks import without_mask
@@ -125,6 +125,8 @@ class ModelRunner:
             step.sampled, step.num_accepted = accept(step.rows, step.tokens())
             if step.postponed:
                 step.sampled = [(seq, token) for seq, token in step.sampled if seq not in step.postponed]
+        if step.scores is not None:
+            step.prompt_logprobs = step.scores()
 
     @staticmethod
     def _continue(steady: SteadyDecodes, step: Step) -> bool:
@@ -142,6 +144,8 @@ class ModelRunner:
         batch, step.rows = self.input_batch.build(step.schedule)
         step.build_s = time.perf_counter() - began_s
         step.num_padding = len(batch.input_ids) - step.schedule.num_tokens
+        scored = [chunk.seq for chunk in step.schedule.chunks if chunk.seq.request.sampling.prompt_logprobs is not None]
+        step.first_rows = {sequence: self.input_batch.first_row(sequence) for sequence in scored}
         if not step.is_ahead:
             self.sampler.prepare(step.rows)
         step.batch, step.hidden = batch, self.forward.hidden(batch)
@@ -164,7 +168,7 @@ class ModelRunner:
         if slots is not None:
             unknown = {owner(row) for row in rows if not isinstance(row, Sequence)} | step.postponed
             self.input_batch.note_sampled([row for row in rows if isinstance(row, Sequence) and row not in unknown])
-        step.prompt_logprobs = self._prompt_logprobs(step.schedule, batch.cu_seqlens_q, step.hidden)
+        step.scores = self._launch_scores(step, step.hidden)
         if self.steady is not None:
             self.steady.note(step.schedule)
 
@@ -174,31 +178,43 @@ class ModelRunner:
             copies = [copy for copy in schedule.block_copies if copy.group == group]
             self.forward.copy_blocks(group, [c.source for c in copies], [c.destination for c in copies])
 
-    def _prompt_logprobs(self, schedule: Schedule, cu_seqlens_q: Tensor, hidden: Tensor) -> list[PromptLogprobs]:
-        """Computes log-probabilities of the prompt tokens that the rows of this step predict: the row of position ``p``
-        predicts token ``p + 1``.
+    def _launch_scores(self, step: Step, hidden: Tensor) -> Callable[[], list[PromptLogprobs]] | None:
+        """Launches log-probabilities of the prompt tokens that the rows of this step predict: the row of position ``p``
+        predicts token ``p + 1``. Returns a function that waits for them, ``None`` where there are none.
         """
-        pieces = []
-        for entry in schedule.chunks:  # decodes are past their prompts
+        launched: list[tuple[ScheduledTokens, list[Callable[[], list[Logprobs]]]]] = []
+        for entry in step.schedule.chunks:  # decodes are past their prompts
             sequence = entry.seq
             num_alternatives = sequence.request.sampling.prompt_logprobs
             actual = sequence.token_ids[entry.start + 1 : min(entry.end + 1, sequence.num_prompt_tokens)]
             if num_alternatives is None or sequence.index > 0 or not actual or sequence.slot is None:
                 continue
-            first = int(cu_seqlens_q[sequence.slot])
-            try:
-                logprobs = self._row_logprobs(hidden, first, actual, num_alternatives)
-            except GenerationError as error:
-                pieces.append(PromptLogprobs(sequence, entry.start + 1, [], str(error)))
-            else:
-                pieces.append(PromptLogprobs(sequence, entry.start + 1, logprobs))
-        return pieces
+            first = step.first_rows[sequence]
+            launched.append((entry, self._launch_pieces(hidden, first, actual, num_alternatives)))
+        return partial(_scores, launched) if launched else None
 
-    def _row_logprobs(self, hidden: Tensor, first: int, token_ids: list[int], num_alternatives: int) -> list[Logprobs]:
-        """Returns the log-probabilities of ``token_ids``, which the tokens of the step from ``first`` on predict."""
-        logprobs: list[Logprobs] = []
+    def _launch_pieces(
+        self, hidden: Tensor, first: int, token_ids: list[int], num_alternatives: int
+    ) -> list[Callable[[], list[Logprobs]]]:
+        """Launches the log-probabilities of ``token_ids``, which the tokens of the step from ``first`` on predict."""
+        pieces = []
         for start in range(0, len(token_ids), PROMPT_LOGITS_ROWS):
             piece = token_ids[start : start + PROMPT_LOGITS_ROWS]
             logits = self.forward.some_logits(hidden, first + start, first + start + len(piece))
-            logprobs += prompt_logprobs(logits, piece, num_alternatives)
-        return logprobs
+            pieces.append(launch_prompt_logprobs(logits, piece, num_alternatives))
+        return pieces
+
+
+def _scores(
+    launched: SequenceOf[tuple[ScheduledTokens, SequenceOf[Callable[[], list[Logprobs]]]]],
+) -> list[PromptLogprobs]:
+    """Waits for the log-probabilities of each chunk's pieces, and returns them."""
+    found = []
+    for entry, pieces in launched:
+        try:
+            logprobs = [each for piece in pieces for each in piece()]
+        except GenerationError as error:
+            found.append(PromptLogprobs(entry.seq, entry.start + 1, [], str(error)))
+        else:
+            found.append(PromptLogprobs(entry.seq, entry.start + 1, logprobs))
+    return found

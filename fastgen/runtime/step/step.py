@@ -30,6 +30,8 @@ class Step:
     # What each row of logits is sampled for.
     rows: SequenceOf[SampledSequence] = ()
     hidden: Tensor | None = None
+    # The row at which the tokens of each chunk begin whose log-probabilities are asked for.
+    first_rows: Mapping[Sequence, int] = {}
     # Seconds to build the batch.
     build_s: float = 0.0
     # Tokens that fill the batch up to its size.
@@ -39,7 +41,8 @@ class Step:
 
     # Sample. Waits for the tokens of the rows, and returns them.
     tokens: Callable[[], list[SampledToken]] | None = None
-    prompt_logprobs: SequenceOf[PromptLogprobs] = ()
+    # Waits for log-probabilities of prompt tokens, and returns them.
+    scores: Callable[[], list[PromptLogprobs]] | None = None
     # Sequences whose token is dropped, because it was not known in time what their format allows.
     postponed: frozenset[Sequence] = frozenset()
 
@@ -47,6 +50,7 @@ class Step:
     sampled: SequenceOf[tuple[Sequence, SampledToken]] = ()
     # How many drafts were accepted, for each sequence that had some.
     num_accepted: Mapping[Sequence, int] | None = None
+    prompt_logprobs: SequenceOf[PromptLogprobs] = ()
     ran_s: float | None = None
 
     # Update. Each token that a sequence was given, and the time of the token before it, ``None`` for its first.

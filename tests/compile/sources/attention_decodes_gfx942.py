@@ -1,4 +1,4 @@
-# attention(kind=decodes, N=4, K=4, D=64, DV=64, P=16, dtype=bf16, sinks=False, block_m=16, block_n=64, d_high=64, v_high=64, v_is_k=False, ahead=False, persistent=False, v_stride=64, q_stride=768, scale=0.125, num_warps=4, num_stages=2) for triton
+# attention(kind=decodes, N=4, K=4, D=64, DV=64, P=16, dtype=bf16, sinks=False, block_m=16, block_n=64, d_high=64, v_high=64, v_is_k=False, ahead=False, persistent=False, v_stride=64, q_stride=768, scale=0.125, parts=8, rows=8, num_warps=4, num_stages=2) for triton
 # llama on gfx942, weights in bf16
 # num_warps=4
 # num_stages=2
@@ -15,7 +15,10 @@
 # part: out fp32
 # part_best: out fp32
 # part_total: out fp32
+# arrivals: out i32
 # max_blocks: scalar i32
+# num_seqs: scalar i32
+# num_tokens: scalar i32
 
 import triton
 import triton.language as tl
@@ -36,6 +39,10 @@ V_STRIDE = tl.constexpr(64)  # from a head's value to the next one's
 SCALE = tl.constexpr(0.125)
 LOG2E = tl.constexpr(1.4426950408889634)  # softmax is computed with powers of 2
 LOWEST = tl.constexpr(-1.0e30)  # below every score, but finite: a row that has seen no key sums to 0, not NaN
+PARTS = tl.constexpr(8)  # of a query tile, joined at once
+ROWS = tl.constexpr(8)  # of a query tile, joined at once
+BLOCK_D = tl.constexpr(64)
+BLOCK_ZEROS = tl.constexpr(1024)
 
 
 @triton.jit
@@ -83,13 +90,80 @@ def attend(
     return acc, best, total
 
 
-@triton.jit(do_not_specialize=['max_blocks'])
-def attention_decodes_n4_k4_d64_dv64_p16_bf16_block_m16_block_n64_d_high64_v_high64_v_stride64_q_stride768_scale0_125(q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, cu_seqlens_q_ptr, seq_lens_ptr, decode_tiles_ptr, shares_ptr, counts_ptr, out_ptr, part_ptr, part_best_ptr, part_total_ptr, max_blocks):
+@triton.jit
+def join(
+    part_ptr, part_best_ptr, part_total_ptr, arrivals_ptr, out_ptr,
+    part, num_parts, first_program, kv_head, start, first_row, num_rows,
+):
+    """Joins the parts of a query tile, of which this program has just stored one.
+
+    PARTS neighbouring parts become one, in the place of the first of them, and so on until one is left: the output.
+    This is done by whichever program arrives last. Which parts are added, and in which order, depends on their places
+    alone, so the sums are the same in any order of arrival. An arrival releases what all threads of a program stored,
+    and acquires what the others did. The plan makes the arrivals zero, and each layer adds as many as there are parts.
+    """
+    arrival_ptr = arrivals_ptr + kv_head
+    apart = 1  # programs from one part to the next
+    while num_parts > 1:
+        first = part // PARTS * PARTS
+        count = tl.minimum(num_parts - first, PARTS)
+        program = first_program + first * apart
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrival_ptr + program * K, 1, sem="acq_rel", scope="gpu")
+        if arrived % count == count - 1:
+            num_parts = (num_parts + PARTS - 1) // PARTS
+            each = tl.arange(0, PARTS)
+            slot = (program + each * apart) * 2 + (first + each == 0).to(tl.int32)
+            feature = tl.arange(0, BLOCK_D)
+            for begin in range(0, num_rows, ROWS):
+                row = begin + tl.arange(0, ROWS)
+                place = (slot * K + kv_head).to(tl.int64)[:, None] * BLOCK_M + row[None, :]
+                is_there = (each < count)[:, None] & (row < num_rows)[None, :]
+                inside = is_there[:, :, None] & (feature < DV)[None, None, :]
+                bests = tl.load(part_best_ptr + place, is_there, LOWEST)
+                totals = tl.load(part_total_ptr + place, is_there, 1.0)
+                accs = tl.load(part_ptr + place[:, :, None] * DV + feature[None, None, :], inside, 0.0)
+                best = tl.max(bests, 0)
+                weight = tl.exp2(bests - best[None, :])
+                total = tl.sum(weight * totals, 0)
+                acc = tl.sum(weight[:, :, None] * accs, 0)
+
+                is_row = row < num_rows
+                is_feature = is_row[:, None] & (feature < DV)[None, :]
+                if num_parts == 1:
+                    tile_row = first_row + row
+                    token = (start + tile_row // G).to(tl.int64)
+                    head = kv_head * G + tile_row % G
+                    out = (acc / total[:, None]).to(tl.bfloat16)
+                    tl.store(out_ptr + (token * (N * DV) + head * DV)[:, None] + feature[None, :], out, is_feature)
+                else:
+                    part_row = ((program * 2 + (first == 0).to(tl.int32)) * K + kv_head).to(tl.int64) * BLOCK_M + row
+                    tl.debug_barrier()  # all threads have read what is overwritten here
+                    tl.store(part_best_ptr + part_row, best, is_row)
+                    tl.store(part_total_ptr + part_row, total, is_row)
+                    tl.store(part_ptr + (part_row * DV)[:, None] + feature[None, :], acc, is_feature)
+            part = part // PARTS
+            apart *= PARTS
+            arrival_ptr += tl.num_programs(0)
+        else:
+            num_parts = 0
+
+
+@triton.jit(do_not_specialize=['max_blocks', 'num_seqs', 'num_tokens'])
+def attention_decodes_n4_k4_d64_dv64_p16_bf16_block_m16_block_n64_d_high64_v_high64_v_stride64_q_stride768_scale0_125_parts8(q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, cu_seqlens_q_ptr, seq_lens_ptr, decode_tiles_ptr, shares_ptr, counts_ptr, out_ptr, part_ptr, part_best_ptr, part_total_ptr, arrivals_ptr, max_blocks, num_seqs, num_tokens):
     """Attention of decodes: each program takes its share of all KV tiles in the order of the work list.
 
     A query tile within one share is finished here. Of one that continues in other programs' shares, this program
-    leaves its part, in slot 2i + 1 where the tile begins in program i and in slot 2i where it began earlier.
+    leaves its part, in slot 2i + 1 where the tile begins in program i and in slot 2i where it began earlier; the last
+    of them joins the parts. Rows of no sequence become zero.
     """
+    used = tl.load(cu_seqlens_q_ptr + num_seqs).to(tl.int64) * (N * DV)
+    end_zeros = num_tokens.to(tl.int64) * (N * DV)
+    zero = tl.full([BLOCK_ZEROS], 0.0, tl.bfloat16)
+    for first_zero in range(used + tl.program_id(0) * BLOCK_ZEROS, end_zeros, tl.num_programs(0) * BLOCK_ZEROS):
+        place = first_zero + tl.arange(0, BLOCK_ZEROS)
+        tl.store(out_ptr + place, zero, place < end_zeros)
+
     kv_head = tl.program_id(0) % K
     program = tl.program_id(0) // K
     total_work = tl.load(counts_ptr + 1)
@@ -98,7 +172,7 @@ def attention_decodes_n4_k4_d64_dv64_p16_bf16_block_m16_block_n64_d_high64_v_hig
         return
     k_head_ptr = k_cache_ptr + kv_head * D
     v_head_ptr = v_cache_ptr + kv_head * V_STRIDE
-    for index in range(tl.load(shares_ptr + program * 2), tl.load(shares_ptr + program * 2 + 1) + 1):
+    for index in tl.range(tl.load(shares_ptr + program * 2), tl.load(shares_ptr + program * 2 + 1) + 1, disable_licm=True):
         seq = tl.load(decode_tiles_ptr + index * 4)
         first_row = tl.load(decode_tiles_ptr + index * 4 + 1)
         first_work = tl.load(decode_tiles_ptr + index * 4 + 2)
@@ -147,6 +221,13 @@ def attention_decodes_n4_k4_d64_dv64_p16_bf16_block_m16_block_n64_d_high64_v_hig
         else:
             slot = program * 2 + (my_begin == 0).to(tl.int32)
             part_row = (slot * K + kv_head).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-            tl.store(part_best_ptr + part_row, best)
-            tl.store(part_total_ptr + part_row, total)
-            tl.store(part_ptr + (part_row * DV)[:, None] + tl.arange(0, 64)[None, :], acc)
+            tl.store(part_best_ptr + part_row, best, is_row)
+            tl.store(part_total_ptr + part_row, total, is_row)
+            tl.store(part_ptr + (part_row * DV)[:, None] + tl.arange(0, 64)[None, :], acc, is_row[:, None])
+            first_program = first_work // share
+            num_parts = (first_work + kv_tiles - 1) // share - first_program + 1
+            num_rows = tl.minimum(num_queries * G - first_row, BLOCK_M)
+            join(
+                part_ptr, part_best_ptr, part_total_ptr, arrivals_ptr, out_ptr,
+                program - first_program, num_parts, first_program, kv_head, start, first_row, num_rows,
+            )

@@ -21,7 +21,7 @@ from fastgen.runtime.requests.request import Request
 from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling import sampler
-from fastgen.runtime.sampling.sampler import Sampler, prompt_logprobs
+from fastgen.runtime.sampling.sampler import Sampler, launch_prompt_logprobs
 from tests.runtime.scripted_matcher import ScriptedMatcher
 
 VOCAB = 60
@@ -302,20 +302,20 @@ def test_prompt_logprobs_are_those_of_the_given_tokens():
     logits = logits_of(8, 6)
     ids = [0, 5, 59, 5, 30, 1]
     reference = logits.double().log_softmax(-1)
-    entries = prompt_logprobs(logits, ids, 2)
+    entries = launch_prompt_logprobs(logits, ids, 2)()
     for row, (entry, token_id) in enumerate(zip(entries, ids, strict=True)):
         alternatives = [other for other in reference[row].argsort(descending=True).tolist() if other != token_id][:2]
         assert list(entry) == [token_id, *alternatives]
         assert list(entry.values()) == pytest.approx(reference[row, [token_id, *alternatives]].tolist(), abs=1e-5)
-    assert prompt_logprobs(logits, ids, 0) == [
+    assert launch_prompt_logprobs(logits, ids, 0)() == [
         {token_id: entry[token_id]} for token_id, entry in zip(ids, entries, strict=True)
     ]
-    assert prompt_logprobs(torch.empty(0, VOCAB), [], 3) == []
+    assert launch_prompt_logprobs(torch.empty(0, VOCAB), [], 3)() == []
     logits[4, 2] = torch.nan
     with pytest.raises(GenerationError, match="NaN"):
-        prompt_logprobs(logits, ids, 2)
+        launch_prompt_logprobs(logits, ids, 2)()
     with pytest.raises(GenerationError, match="every logit is -inf"):
-        prompt_logprobs(torch.full((1, VOCAB), -torch.inf), [3], 0)
+        launch_prompt_logprobs(torch.full((1, VOCAB), -torch.inf), [3], 0)()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

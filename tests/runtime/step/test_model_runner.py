@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fastgen.compile.ops.embedding.reference import resolve_token_ids
 from fastgen.layers.kv_cache import KVShape, PagedKVCache
@@ -153,6 +154,48 @@ def test_prompt_log_probabilities_over_chunks_and_row_pieces(token_budget: int) 
             assert list(row) == [actual, *likeliest]
             assert list(row.values()) == pytest.approx([float(expected[token_id]) for token_id in row], abs=1e-5)
     assert bench.model.most_rows <= 64, "prompt logits of a whole budget at once take too much memory"
+
+
+class Reads(TorchFunctionMode):
+    """Counts reads of tensors on the host, for each of which the host would wait for a GPU."""
+
+    READS: ClassVar = {"tolist", "item", "numpy", "cpu", "nonzero", "__int__", "__float__", "__bool__", "__index__"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += getattr(func, "__name__", "") in self.READS
+        return func(*args, **(kwargs or {}))
+
+
+def test_prompt_log_probabilities_are_waited_for_only_when_the_step_is_collected() -> None:
+    bench = Bench(token_budget=100)
+    expected = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+    bench.model.logits = lambda hidden: expected + hidden[:, 1:].sin()  # type: ignore[method-assign]
+    prompts = [[5, 6, 7], list(range(150))]
+    for prompt in prompts:
+        bench.add(prompt, max_new_tokens=1, prompt_logprobs=1)
+    schedule = bench.scheduler.schedule()
+    assert schedule is not None
+    bench.runner.sampler.launch = lambda logits, rows: lambda: []  # type: ignore[method-assign]
+    step = Step(schedule, 0.0, 0.0)
+    bench.runner.launch(step)
+    with Reads() as reads:
+        bench.runner.sample(step)
+    assert reads.count == 0
+    assert step.prompt_logprobs == ()
+    step.rows = []
+    with Reads() as reads:
+        bench.runner.collect(step)
+    assert reads.count > 0
+    found = {piece.sequence.request.request_id: piece.logprobs for piece in step.prompt_logprobs}
+    logprobs = expected.log_softmax(-1)
+    for request_id, (prompt, count) in enumerate(zip(prompts, (2, 97), strict=True)):
+        assert [next(iter(row)) for row in found[request_id]] == prompt[1 : count + 1]
+        given = [row[token_id] for row, token_id in zip(found[request_id], prompt[1:], strict=False)]
+        assert given == pytest.approx(logprobs[prompt[1 : count + 1]].tolist(), abs=1e-5)
 
 
 def test_each_sampled_token_follows_from_its_own_sequence() -> None:

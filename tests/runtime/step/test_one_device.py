@@ -4,6 +4,7 @@ the meta device, which computes nothing and mixes with no other device as little
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +104,12 @@ def test_a_step_of_every_recipe_stays_on_its_device(models: dict[str, ModelSpec]
         print(name)
         launched = launches(model_spec)
         ops = {spec.op for spec in launched}
-        assert ops >= {"embedding", "attention_plan", "attention", "attention_combine", "sampling_choose"}
-        num_attentions = sum(spec.op == "attention_combine" for spec in launched)
-        assert num_attentions == len(SIZES) * len(list(model_spec.attentions()))
+        assert ops >= {"embedding", "attention_plan", "attention", "sampling_choose"}
+        kinds = Counter(spec.parameters["kind"] for spec in launched if spec.op == "attention")
+        num_attentions = len(SIZES) * len(list(model_spec.attentions()))
+        assert kinds == {"chunks": num_attentions, "decodes": num_attentions}
+        others = {op for op in ops if "attention" in op} - {"attention", "attention_plan"}
+        assert not others, "a layer's attention is two launches"
 
 
 @pytest.mark.parametrize("weight_format", ["int8_weight_only", "int4_weight_only", "fp8_weight_only"])

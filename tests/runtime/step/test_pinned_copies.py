@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastgen.layers.kv_cache import KVShape, PagedKVCache
 from fastgen.runtime.requests.request import Request
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.runtime.sampling.sampler import Sampler, _take
+from fastgen.runtime.sampling.sampler import Sampler, _take, launch_prompt_logprobs
 
 GPU = torch.device("cuda:0")
 
@@ -74,3 +75,13 @@ def test_rows_are_taken_and_adjusted_without_waiting(uploads: Uploads) -> None:
     ]
     assert Sampler([7])._adjusted(logits, sequences).device == GPU
     assert uploads.count > 5
+
+
+def test_prompts_are_scored_without_waiting(uploads: Uploads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of a GPU that is not there has nothing to be read: reading it is an error."""
+    recorded = Mock()
+    monkeypatch.setattr(torch.cuda, "Event", recorded)
+    launch_prompt_logprobs(torch.zeros(3, 20, device=GPU), [1, 2, 3], 2)
+    assert uploads.count == 1
+    assert recorded.return_value.record.call_count == 2
+    assert not recorded.return_value.synchronize.called

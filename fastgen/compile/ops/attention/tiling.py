@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.spec import power_of_2
+from fastgen.version import installed_version
 
 
 @dataclass(frozen=True)
@@ -65,16 +67,17 @@ _CHUNKS: dict[str, dict[int, Tiling]] = {
 _CHUNKS |= {"sm_89": _CHUNKS["sm_86"], "sm_100": {**_CHUNKS["sm_90"], 576: Tiling(32, 32, 8, 5)}}
 # Heads of these sizes, without features that take more registers, overlap products and exponentials.
 _CHUNKS_AHEAD = {"sm_90": (64, 128), "interpret": (16, 64, 128)}
-# Chunks of these architectures take query tiles in turn, where their KV tiles have fewer features: the loop over query
-# tiles takes registers too. With more of them the assembler of Triton 3.6 gives up the overlap, or spills.
+# Chunks of these architectures take query tiles in turn. The loop over query tiles takes registers too: where KV tiles
+# have as many features as these, the assembler of Triton 3.6 spills, or gives up the overlap. That of 3.9 does neither.
 _PERSISTENT, _LARGE_KV_TILE, _LARGE_KV_TILE_AHEAD = {"sm_90", "interpret"}, 256 * 64, 128 * 64
+_TRITON_WITH_ROOM = (3, 9)
 # Query tiles of decodes have 16 rows, the least that tensor cores take; more where more heads share a KV head, so that
 # its keys and values are not read again for each 16 of them: up to 64 rows, or 32 where a head is large.
 _DECODES: dict[str, dict[int, Tiling]] = {
     "sm_80": {
         64: Tiling(16, 64, 4, 3, programs_per_sm=4),
         80: Tiling(16, 64, 4, 3, programs_per_sm=2),
-        128: Tiling(16, 64, 4, 3, programs_per_sm=3),
+        128: Tiling(16, 64, 4, 3, programs_per_sm=2),
         256: Tiling(16, 32, 4, 3, programs_per_sm=2),
         576: Tiling(16, 32, 4, 2, programs_per_sm=2),
     },
@@ -92,14 +95,14 @@ _DECODES: dict[str, dict[int, Tiling]] = {
     },
     "interpret": {1024: Tiling(16, 16, 4, 1, programs_per_sm=2)},
 }
-_DECODES |= {"sm_89": _DECODES["sm_86"], "sm_100": _DECODES["sm_80"]}
-# Three programs fit where keys are gathered; with blocks of a whole KV tile they would spill.
-_DECODES |= {"sm_90": {**_DECODES["sm_80"], 128: Tiling(16, 64, 4, 3, programs_per_sm=2)}}
+_DECODES |= {"sm_89": _DECODES["sm_86"], "sm_90": _DECODES["sm_80"], "sm_100": _DECODES["sm_80"]}
 # Where a block is smaller than a KV tile, keys are gathered, which takes registers; these would spill some otherwise,
 # by Triton 3.6 or by later ones.
 _CHUNKS_GATHERED = {"sm_90": {256: Tiling(64, 32, 8, 5), 576: Tiling(32, 32, 8, 5)}}
 _CHUNKS_GATHERED |= {"sm_100": _CHUNKS_GATHERED["sm_90"]}
-_DECODES_GATHERED = {"sm_80": {64: Tiling(16, 64, 4, 2, programs_per_sm=4)}, "sm_90": {128: _DECODES["sm_80"][128]}}
+# Three programs fit where keys are gathered; with blocks of a whole KV tile they would spill by Triton 3.6.
+_DECODES_GATHERED = {arch: {128: Tiling(16, 64, 4, 3, programs_per_sm=3)} for arch in ("sm_80", "sm_90", "sm_100")}
+_DECODES_GATHERED["sm_80"][64] = Tiling(16, 64, 4, 2, programs_per_sm=4)
 # fp32 dots are exact, without tensor cores, and their operands lie in registers.
 _CHUNKS_FP32, _DECODES_FP32 = Tiling(16, 16, 8, 1), Tiling(16, 16, 4, 1, programs_per_sm=1)
 
@@ -112,7 +115,8 @@ def chunk_tiling(shape: AttentionShape, arch: str) -> Tiling:
     is_plain = not (shape.alibi or shape.softcap or shape.values_in_keys) and shape.head_dim == shape.v_dim
     ahead = is_plain and shape.head_dim in _CHUNKS_AHEAD.get(arch, ())
     features = max(shape.head_dim, shape.v_dim) * tiling.block_n
-    persistent = arch in _PERSISTENT and features < (_LARGE_KV_TILE_AHEAD if ahead else _LARGE_KV_TILE)
+    has_room = features < (_LARGE_KV_TILE_AHEAD if ahead else _LARGE_KV_TILE) or _triton() >= _TRITON_WITH_ROOM
+    persistent = arch in _PERSISTENT and has_room
     return replace(tiling, ahead=ahead, persistent=persistent)
 
 
@@ -121,6 +125,8 @@ def decode_tiling(shape: AttentionShape, arch: str) -> Tiling:
     if shape.dtype == "fp32" and arch != "interpret":
         return _DECODES_FP32
     tiling = _smallest_that_holds(_DECODES.get(arch, _DECODES["sm_86"]), _DECODES_GATHERED.get(arch, {}), shape)
+    if shape.sliding_window and (tiling.block_n, tiling.programs_per_sm) == (64, 3):
+        tiling = replace(tiling, programs_per_sm=2)  # a window takes registers too: with three some would spill
     largest = 64 if shape.head_dim <= 128 else 32
     block_m = min(max(16, power_of_2(shape.group_size)), largest)
     if block_m == tiling.block_m:
@@ -153,3 +159,9 @@ def _smallest_that_holds(tilings: dict[int, Tiling], gathered: dict[int, Tiling]
         raise ValueError(f"{shape}: heads of more than {max(tilings)} features do not fit")
     limit = min(limit for limit in tilings if limit >= size)
     return gathered.get(limit, tilings[limit]) if shape.block_size < tilings[limit].block_n else tilings[limit]
+
+
+@cache
+def _triton() -> tuple[int, ...]:
+    """Returns the first two numbers of the installed Triton's version."""
+    return tuple(map(int, (installed_version("triton") or "0.0").split(".")[:2]))

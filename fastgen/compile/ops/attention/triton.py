@@ -1,4 +1,4 @@
-"""Paged attention on a GPU: one kernel for chunks, one for decodes, and one that joins the parts of decodes."""
+"""Paged attention on a GPU: one kernel for chunks, and one for decodes, which also joins the parts of split ones."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
 # A sequence with at most this many new tokens is a decode (a token and its drafts), one with more is a chunk.
 MAX_DECODE_QUERIES = 8
 
-# Fewest KV tiles of a program: combining the parts of fewer would take longer than computing them.
+# Fewest KV tiles of a program: joining the parts of fewer would take longer than computing them.
 _MIN_SHARE = 2
+
+# Parts of a query tile that a program joins at once. More of them are joined in several levels.
+_PARTS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,6 @@ class AttentionSpecs:
     plan: KernelSpec
     chunks: KernelSpec
     decodes: KernelSpec
-    combine: KernelSpec
 
 
 @lru_cache(maxsize=256)  # layers of a model have few shapes
@@ -55,7 +57,6 @@ def attention_specs(
         _plan(shape, chunk, decode, max_num_seqs, needed_by),
         _attend("chunks", shape, chunk, arch, needed_by),
         _attend("decodes", shape, decode, arch, needed_by),
-        _combine(shape, decode, needed_by),
     )
 
 
@@ -74,8 +75,8 @@ def _plan(
     }
     arguments = (
         *(Argument(name, "i32", "in") for name in ("cu_seqlens_q", "seq_lens")),
-        *(Argument(name, "i32", "out") for name in ("chunk_tiles", "decode_tiles", "shares", "counts")),
-        *(Argument(name, "i32", "scalar") for name in ("num_seqs", "num_programs")),
+        *(Argument(name, "i32", "out") for name in ("chunk_tiles", "decode_tiles", "shares", "counts", "arrivals")),
+        *(Argument(name, "i32", "scalar") for name in ("num_seqs", "num_programs", "num_arrivals")),
     )
     return KernelSpec("attention_plan", "triton", parameters, arguments, {"num_warps": 4}, needed_by=needed_by)
 
@@ -111,6 +112,8 @@ def _attend(
         "q_stride": shape.q_stride,
         "scale": float(shape.scale),
     }
+    if kind == "decodes":
+        parameters |= {"parts": _PARTS_AT_ONCE, "rows": _rows_at_once(shape, tiling)}
     lists = ("chunk_tiles",) if kind == "chunks" else ("decode_tiles", "shares")
     arguments = (
         *(Argument(name, shape.dtype, "in") for name in ("q", "k_cache", *(() if v_is_k else ("v_cache",)))),
@@ -119,8 +122,9 @@ def _attend(
         *([Argument("sinks", "fp32", "in")] if shape.sinks else []),
         *(Argument(name, "i32", "in") for name in (*lists, "counts")),
         Argument("out", shape.dtype, "out"),
-        *(Argument(name, "fp32", "out") for name in _PARTS if kind == "decodes"),
-        Argument("max_blocks", "i32", "scalar"),
+        *([Argument(name, "fp32", "out") for name in _PARTS] if kind == "decodes" else []),
+        *([Argument("arrivals", "i32", "out")] if kind == "decodes" else []),
+        *(Argument(name, "i32", "scalar") for name in (("max_blocks",) if kind == "chunks" else _DECODE_NUMBERS)),
     )
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
     if arch.startswith("sm_"):
@@ -129,28 +133,13 @@ def _attend(
 
 
 _PARTS = ("part", "part_best", "part_total")
+_DECODE_NUMBERS = ("max_blocks", "num_seqs", "num_tokens")
 
 
-def _combine(shape: AttentionShape, decode: Tiling, needed_by: tuple[str, ...]) -> KernelSpec:
-    block_d = power_of_2(shape.v_dim)
-    rows = 4 if block_d <= 256 else 1
-    parameters: dict[str, Value] = {
-        "N": shape.num_heads,
-        "K": shape.num_kv_heads,
-        "DV": shape.v_dim,
-        "dtype": shape.dtype,
-        "block_m": decode.block_m,
-        "block_d": block_d,
-        "rows": rows,
-        "parts": max(1, 4096 // (rows * block_d)),
-    }
-    arguments = (
-        *(Argument(name, "i32", "in") for name in ("cu_seqlens_q", "decode_tiles", "shares", "counts")),
-        *(Argument(name, "fp32", "in") for name in _PARTS),
-        Argument("out", shape.dtype, "out"),
-        *(Argument(name, "i32", "scalar") for name in ("num_seqs", "num_tokens")),
-    )
-    return KernelSpec("attention_combine", "triton", parameters, arguments, {"num_warps": 4}, needed_by=needed_by)
+def _rows_at_once(shape: AttentionShape, decode: Tiling) -> int:
+    """Returns how many rows of :data:`_PARTS_AT_ONCE` parts a program reads at once: about 32 numbers a thread."""
+    rows = 32 * 32 * decode.num_warps // (_PARTS_AT_ONCE * power_of_2(shape.v_dim))
+    return min(max(1, rows), decode.block_m)
 
 
 def _parts(size: int) -> tuple[int, int | None]:
@@ -176,11 +165,12 @@ class AttentionPlan:
     ``decode_tiles``  ``[…, 4]``           a query tile of a decode: sequence, first row, KV tiles before it, its own
     ``shares``        ``[programs, 2]``    the query tiles in which a program's share begins and ends
     ``part`` …        ``[2 programs, …]``  a program's result for a query tile that it shares with others
+    ``arrivals``      ``[…, programs, K]`` at each level, how many parts are there to be joined to this program's
     ================  ===================  ========================================================================
 
     Worked example: one KV head, KV tiles of 64 keys, 3 programs, decodes at lengths 200, 64 and 500. They are 4 + 1 + 8
     KV tiles, so a share is 5. Program 0 does the first two sequences, program 1 the first five tiles of the third,
-    program 2 the last three; their two parts are combined.
+    program 2 the last three; whichever of these two ends last joins their parts.
 
     Why shares rather than a number of splits: with one sequence a program, some of P programs are idle when there are
     fewer sequences than P, or slightly more than a multiple of P; and any fixed number of splits is wrong for some
@@ -201,8 +191,7 @@ class AttentionPlan:
     ):
         self.shape, self.token_budget, self.max_num_seqs = specs.shape, token_budget, max_num_seqs
         self.chunk_m, self.decode_m = specs.chunk.block_m, specs.decode.block_m
-        # The most programs of chunks, where they take tiles in turn: a multiprocessor holds few of them at once.
-        self.max_chunk_programs = max(1, num_sms * specs.chunk.programs_per_sm) if specs.chunk.persistent else None
+        self.num_sms = num_sms
         self.num_programs = max(1, num_sms * specs.decode.programs_per_sm // self.shape.num_kv_heads)
         self._kernel = load(specs.plan)
 
@@ -217,6 +206,10 @@ class AttentionPlan:
         self.chunk_tiles = lists(max(1, self.max_chunk_tiles(token_budget)), 2)
         self.decode_tiles = lists(self.max_decode_tiles(token_budget), 4)
         self.part, self.part_best, self.part_total = parts(self.shape.v_dim), parts(), parts()
+        num_levels = 1
+        while _PARTS_AT_ONCE**num_levels < self.num_programs:
+            num_levels += 1
+        self.arrivals = lists(num_levels, self.num_programs, self.shape.num_kv_heads)
 
     def max_chunk_tiles(self, num_tokens: int) -> int:
         """Returns the most query tiles of chunks, for one KV head, in a step of ``num_tokens``."""
@@ -234,25 +227,28 @@ class AttentionPlan:
     def __call__(self, cu_seqlens_q: Tensor, seq_lens: Tensor) -> None:
         """Fills the lists for a step: ``cu_seqlens_q [S+1]``, ``seq_lens [S]``, with ``S`` at most ``max_num_seqs``."""
         assert len(seq_lens) <= self.max_num_seqs, f"{len(seq_lens)} sequences, room for {self.max_num_seqs}"
-        lists = (self.chunk_tiles, self.decode_tiles, self.shares, self.counts)
-        self._kernel((len(seq_lens),), cu_seqlens_q, seq_lens, *lists, len(seq_lens), self.num_programs)
+        lists = (self.chunk_tiles, self.decode_tiles, self.shares, self.counts, self.arrivals)
+        numbers = (len(seq_lens), self.num_programs, self.arrivals.numel())
+        self._kernel((len(seq_lens),), cu_seqlens_q, seq_lens, *lists, *numbers)
 
 
 class AttentionKernel:
-    """Launches the three kernels of :func:`~fastgen.compile.ops.attention.reference.paged_attention`: for chunks, for
-    decodes, and for joining the parts of decodes.
+    """Launches the two kernels of :func:`~fastgen.compile.ops.attention.reference.paged_attention`: for chunks, and for
+    decodes.
 
-    All are launched for every batch, on grids that depend only on the number of tokens, padding included; the work is
+    Both are launched for every batch, on grids that depend only on the number of tokens, padding included; the work is
     in the plan's lists. So a captured graph serves any mix of chunks and decodes.
     """
 
     def __init__(self, specs: AttentionSpecs, load: Callable[[KernelSpec], Kernel], plan: AttentionPlan):
         self._plan = plan
-        self._chunks, self._decodes, self._combine = load(specs.chunks), load(specs.decodes), load(specs.combine)
+        self._chunks, self._decodes = load(specs.chunks), load(specs.decodes)
+        # The most programs of chunks where they take tiles in turn: a multiprocessor holds few of them at once. Another
+        # attention with this plan may have a program for each tile.
+        self._max_chunk_programs = (
+            max(1, plan.num_sms * specs.chunk.programs_per_sm) if specs.chunk.persistent else None
+        )
         self._takes_values = any(argument.name == "v_cache" for argument in specs.chunks.arguments)
-        # one for each border between two programs' shares, KV head, and few rows of a query tile
-        rows = int(specs.combine.parameters["rows"] or 1)
-        self._num_combines = max(1, plan.num_programs - 1) * plan.shape.num_kv_heads * (plan.decode_m // rows)
 
     def __call__(
         self,
@@ -278,12 +274,11 @@ class AttentionKernel:
         caches = (k_cache, v_cache) if self._takes_values else (k_cache,)
         extras = [tensor for tensor in (slopes, sinks) if tensor is not None]
         inputs = (q, *caches, block_tables, cu_seqlens_q, seq_lens, *extras)
-        parts = (plan.part, plan.part_best, plan.part_total)
+        parts = (plan.part, plan.part_best, plan.part_total, plan.arrivals)
         max_blocks = block_tables.shape[1]
         chunk_programs = plan.max_chunk_tiles(len(q)) * num_kv_heads
-        chunk_grid = (min(chunk_programs, plan.max_chunk_programs or chunk_programs),)
+        chunk_grid = (min(chunk_programs, self._max_chunk_programs or chunk_programs),)
         self._chunks(chunk_grid, *inputs, plan.chunk_tiles, plan.counts, out, max_blocks)
         decode_grid = (plan.num_programs * num_kv_heads,)
         lists = (plan.decode_tiles, plan.shares, plan.counts)
-        self._decodes(decode_grid, *inputs, *lists, out, *parts, max_blocks)
-        self._combine((self._num_combines,), cu_seqlens_q, *lists, *parts, out, len(seq_lens), len(q))
+        self._decodes(decode_grid, *inputs, *lists, out, *parts, max_blocks, len(seq_lens), len(q))

@@ -36,7 +36,7 @@ def tuned_tilings(
                 shape, max_num_seqs=max_num_seqs, arch=arch, chunk=cut["chunk"], decode=cut["decode"]
             )
             start = partial(_start, kind, specs, max_num_seqs, num_sms, loader, device)
-            kernels, beside = (specs.chunks, specs.decodes, specs.combine), (specs.plan,)
+            kernels, beside = (specs.chunks, specs.decodes), (specs.plan,)
             ways.append(Way(asdict(tiling), kernels, start, beside))
         # neither the stride of tokens' queries nor the number of slots, which the plan has, matters for the best tiles
         problem = f"attention {kind}s, {replace(shape, q_stride=0)}"

@@ -7,9 +7,9 @@ drafts, have two slots.
 
 A row of logits is cut into slices, one program each. ``scan`` finds peaks and non-finite numbers. ``draw`` adds Gumbel
 noise where neither top-k nor top-p filters; else it lists the tokens that may be kept. ``choose`` decides with one
-program a row: it finds the filters' thresholds on the list by bisection over the bits of scores, and sums the weights
-of tokens as integers. So no sort is needed, and results do not depend on the order in which programs run. The noise is
-the reference's, up to the rounding of a logarithm.
+program a row: it finds the filters' thresholds in four passes over the list each, by eight bits of scores at a time,
+and sums the weights of tokens as integers. So no sort is needed, and results do not depend on the order in which
+programs run. The noise is the reference's, up to the rounding of a logarithm.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
 REALS = ("temperature", "tail_p", "min_p", "repetition", "presence", "frequency")
 INTEGERS = ("top_k", "sequence_index", "adjusts", "logprobs")
 _FP32 = torch.finfo(torch.float32)
+_BINS = 256  # of a pass over a row's list
 _PENALISED, _MASKED, _BIASED = 1, 2, 4  # bits of `adjusts`
 
 
@@ -150,6 +151,7 @@ def sampling_specs(
             [*(logits if raw_parts else []), *settings, *drawn],
             _read(*found, ("peak_ids", "i32"), ("drawn", "fp32"), ("drawn_ids", "i32"), *filtered),
             _read(("list_counts", "i32"), *raw_parts),
+            _written(("bin_counts", "i32"), ("bin_masses", "i64")),
             _written(*adjustments[:penalties], ("token_ids", "i32"), ("sampled_ids", "i32"), *results),
         ),
     )
@@ -242,6 +244,7 @@ class SamplingKernel:
             **{"top_logprobs": (rows, num_top), "top_ids": (rows, num_top)},
             **dict.fromkeys(a_slice, (rows, slices)),
             **dict.fromkeys(("slice_top", "slice_top_ids"), (rows, slices, num_top)),
+            **dict.fromkeys(("bin_counts", "bin_masses"), (rows, _BINS)),
             **{"list_counts": (rows,), "list_keys": (rows, vocab_size), "list_ids": (rows, vocab_size)},
         }
 
