@@ -215,6 +215,7 @@ class _Builder:
         if pending is None:
             return ReadStream(self.norm(norm) if norm else None)
         if norm is None:
+            assert pending.left is None, "a linear layer is left to a reader without a norm"
             return FlushStream(self.ops.add(pending.scale, needed_by=pending.needed_by))
         add_norm = pending.left or self.ops.add_norm(self.shapes.norm(norm), pending.scale)
         self.claim_norm(norm, add_norm.norm)

@@ -46,6 +46,7 @@ from fastgen.compile.backends.shapes import (
 )
 from fastgen.compile.backends.target import TargetFacts
 from fastgen.compile.backends.triton_linear import LinearKernels
+from fastgen.compile.build.builder import Kernel
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.ops.activation.triton import ActivationKernel, activation_spec
 from fastgen.compile.ops.attention.reference import Alibi
@@ -70,6 +71,7 @@ from fastgen.compile.ops.linear.finish import Activate, AddAndNorm, Finish, Rota
 from fastgen.compile.ops.linear.tiling import FewRowShape
 from fastgen.compile.ops.linear.triton import LinearKernel
 from fastgen.compile.ops.norm.triton import NormKernel, norm_spec
+from fastgen.compile.ops.overlap import overlapped
 from fastgen.compile.ops.qkv.triton import QkvKernel, qkv_spec
 from fastgen.compile.ops.sampling.triton import SamplingKernel, SamplingSpecs, sampling_specs
 from fastgen.compile.spec import KernelSpec, dtype_name
@@ -126,11 +128,14 @@ class TritonOps(Ops):
 
     def __post_init__(self) -> None:
         model = self.model
-        self._kernel, self._arch = self.backend.kernels.kernel, self.backend.facts.arch
+        self._arch = self.backend.facts.arch
         self._dtype, self._device, self._dtype_name = model.dtype, model.device, dtype_name(model.dtype)
         self._weight_format = cast(WeightOnlyFormat | None, model.weight_format)
         backend = self.backend
-        self._linears = LinearKernels(backend.kernels, backend.facts, backend.loader, model)
+        self._linears = LinearKernels(self._kernel, backend.facts, backend.loader, model)
+
+    def _kernel(self, spec: KernelSpec) -> Kernel:
+        return self.backend.kernels.kernel(overlapped(spec, self._arch))
 
     def workspaces(self) -> list[Tensor]:
         """Returns dequantized weights, parts of split features, attention's plans and lists of experts' choices."""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from fastgen.compile.backends.kernels import KernelSet
 from fastgen.compile.backends.shapes import ModelShape
 from fastgen.compile.backends.target import TargetFacts
+from fastgen.compile.build.builder import Kernel
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.ops.linear.finish import Finish
 from fastgen.compile.ops.linear.tiling import FewRowShape, SplitK, default_split, usual_num_sms
 from fastgen.compile.ops.linear.triton import LinearKernel
 from fastgen.compile.ops.linear.tuning import tuned_split
+from fastgen.compile.spec import KernelSpec
 
 
 @dataclass
@@ -23,7 +25,7 @@ class LinearKernels:
     """Makes the kernels of a model's linear layers. Layers are alike, so each shape is tuned once. Quantized weights
     are dequantized into ``dequantized``, one layer's after the other's, where the library multiplies by them."""
 
-    kernels: KernelSet
+    load: Callable[[KernelSpec], Kernel]
     facts: TargetFacts
     loader: KernelLoader | None
     model: ModelShape
@@ -39,7 +41,7 @@ class LinearKernels:
         """Returns the kernels of a layer, which compute the op that follows too where they can."""
         return LinearKernel(
             shape,
-            self.kernels.kernel,
+            self.load,
             self._workspace,
             partial(self._split, shape),
             dequantized=self.dequantized,

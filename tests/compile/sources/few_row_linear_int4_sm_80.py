@@ -40,8 +40,9 @@ def few_row_linear_out1024_in256_bf16_int4_weight_only_bf16_block_m16_block_n64_
     distance = 512
     output = first_output + tl.arange(0, BLOCK_N) // 32 * distance
     row = tl.arange(0, BLOCK_M)
-    # Rows and outputs behind the last repeat it, and are not stored.
-    x_row_ptr = x_ptr + tl.minimum(row, num_rows - 1)[None, :] * IN
+    # Rows behind the last are zeros, without a request to memory. Outputs behind the last repeat it, and are not stored.
+    is_row = (row < num_rows)[None, :]
+    x_row_ptr = x_ptr + row[None, :] * IN
     # A group of 32 features has 16 bytes: in their low halves features 0 to 15, in the high ones 16 to 31.
     byte = tl.arange(0, BLOCK_K // 2)
     feature = byte // 16 * 32 + byte % 16
@@ -54,8 +55,8 @@ def few_row_linear_out1024_in256_bf16_int4_weight_only_bf16_block_m16_block_n64_
         group = tl.arange(0, BLOCK_K // 32) + step * (BLOCK_K // 32)
         codes = tl.load(weight_row_ptr + at_byte[None, :])
         scale = tl.load(scale_row_ptr + group[None, :]).to(tl.float32)
-        x_low = tl.load(x_row_ptr + at[:, None])
-        x_high = tl.load(x_row_ptr + at[:, None] + 16)
+        x_low = tl.load(x_row_ptr + at[:, None], is_row, 0.0)
+        x_high = tl.load(x_row_ptr + at[:, None] + 16, is_row, 0.0)
         sums = tl.dot(dequantize((codes & 15).to(tl.int8), scale), x_low, sums, input_precision="ieee")
         sums = tl.dot(dequantize((codes >> 4).to(tl.int8), scale), x_high, sums, input_precision="ieee")
     out_row = row.to(tl.int64)
