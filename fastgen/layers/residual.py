@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fastgen.compile.backends.ops import AddNormOp, AddOp, LinearAddNormOp, LinearOp, NormOp
+from fastgen.compile.backends.ops import AddNormOp, AddOp, LinearAddNormOp, NormOp
 from fastgen.compile.weights.rows import Rows
 
 
@@ -47,12 +47,13 @@ class FlushStream(nn.Module):
 class LeftToReader(nn.Module):
     """Takes the place of the last linear layer of a branch that the stream's next reader computes: it gives its input.
 
-    The ``linear`` layer is among the modules of the branch that it belongs to.
+    The ``linear`` layer, and the norm of its output if there is one, are among the modules of the branch that they
+    belong to.
     """
 
-    def __init__(self, linear: LinearOp):
+    def __init__(self, left: LinearAddNormOp):
         super().__init__()
-        self.linear = linear
+        self.linear, self.output_norm = left.linear, left.output_norm
 
     def part(self, index: int) -> tuple[Tensor | Rows, Tensor | None]:
         """Returns the place of part ``index`` of the linear layer."""

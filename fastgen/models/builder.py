@@ -168,7 +168,7 @@ class _Builder:
         read = self.read(spec.norm) if spec.norm else None
         left = self.left_to_reader(spec, norm_behind)
         parts = [self.part(part, left, reads_stream=read is None) for part in spec.parts]
-        output_norm = self.norm(spec.output_norm) if spec.output_norm else None
+        output_norm = self.norm(spec.output_norm) if spec.output_norm and left is None else None
         self.pending = _PendingAdd(unless_one(spec.scale), self.shapes.needed_by(spec.node), left)
         return Branch(
             read,
@@ -182,20 +182,22 @@ class _Builder:
     def left_to_reader(self, spec: BranchSpec, norm: NormSpec | None) -> LinearAddNormOp | None:
         """Returns the last linear layer of a branch with the sum and the norm that follow; ``None`` where something
         stands between them."""
-        if norm is None or len(spec.parts) > 1 or spec.sum_ranks or spec.output_norm:
+        if norm is None or len(spec.parts) > 1 or spec.sum_ranks:
             return None
+        output_norm = self.shapes.norm(spec.output_norm) if spec.output_norm else None
         match spec.parts[0].part:
             case AttentionSpec(output=last) | LatentAttentionSpec(output=last) | MlpSpec(down=last):
-                left = self.ops.linear_add_norm(
-                    self.shapes.linear([last]), self.shapes.norm(norm), unless_one(spec.scale)
-                )
+                linear, read = self.shapes.linear([last]), self.shapes.norm(norm)
+                left = self.ops.linear_add_norm(linear, read, unless_one(spec.scale), output_norm=output_norm)
                 self.claim_linear([last], left.linear)
+                if spec.output_norm is not None and left.output_norm is not None:
+                    self.claim_norm(spec.output_norm, left.output_norm)
                 return left
         return None
 
     def part(self, spec: PartSpec, left: LinearAddNormOp | None, *, reads_stream: bool) -> Part:
         """Returns a part of a branch, whose last linear layer is ``left`` to the stream's next reader."""
-        last = None if left is None else LeftToReader(left.linear)
+        last = None if left is None else LeftToReader(left)
         read = self.read(spec.norm) if reads_stream else ReadStream(self.norm(spec.norm) if spec.norm else None)
         module: Module
         match spec.part:

@@ -99,40 +99,67 @@ class Case:
         )
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_a_sum_of_parts_is_added_to_the_stream_and_normed(loader: KernelLoader, seed: int) -> None:
+class DrawnNorm:
+    """A norm of a layer's outputs and its weights."""
+
+    def __init__(self, case: Case, *, residual: bool = False):
+        draw, size = case.draw, case.shape.out_features
+        kind = draw.choice(["rms", "layer"])
+        self.shape = NormShape(
+            kind,
+            size,
+            case.dtype,
+            1e-2,
+            weight=draw.random() < 0.8,
+            bias=kind == "layer" and draw.random() < 0.6,
+            offset=draw.choice([0.0, 1.0]),
+            residual=residual,
+            scale=draw.choice([1.0, 0.22]) if residual else 1.0,
+        )
+        self.weight = case.normal(size) if self.shape.weight else None
+        self.bias = case.normal(size) if self.shape.bias else None
+
+    def named(self, prefix: str) -> dict[str, Tensor]:
+        names = {f"{prefix}_weight": self.weight, f"{prefix}_bias": self.bias}
+        return {name: each for name, each in names.items() if each is not None}
+
+    def kernel(self, loader: KernelLoader) -> NormKernel:
+        return NormKernel(loader.load(norm_spec(self.shape)))
+
+    def reference(self, x: Tensor) -> Tensor:
+        weight, bias = (None if each is None else each.float() for each in (self.weight, self.bias))
+        if self.shape.kind == "rms":
+            return rms_norm(x, weight, self.shape.eps, self.shape.offset)
+        return layer_norm(x, weight, bias, self.shape.eps, self.shape.offset)
+
+
+@pytest.mark.parametrize("has_first", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_sum_of_parts_is_added_to_the_stream_and_normed(loader: KernelLoader, seed: int, has_first: bool) -> None:
+    """Where it ``has_first`` a norm, the sum of parts is normed before it is added."""
     draw = random.Random(f"norm {seed}")
     case = Case(draw, draw.choice([33, 64, 160]), draw.choice([1, 20, 64, 100]), weight=draw.choice(FORMATS))
-    kind = draw.choice(["rms", "layer"])
-    norm = NormShape(
-        kind,
-        case.shape.out_features,
-        case.dtype,
-        1e-2,
-        weight=draw.random() < 0.8,
-        bias=kind == "layer" and draw.random() < 0.6,
-        offset=draw.choice([0.0, 1.0]),
-        residual=True,
-        scale=draw.choice([1.0, 0.22]),
-    )
+    norm, first = DrawnNorm(case, residual=True), DrawnNorm(case)
+    finish = AddAndNorm(norm.shape, first.shape if has_first else None)
     size = case.shape.out_features
     stream, out = case.nan(case.num_rows, size), case.nan(case.num_rows, size)
     stream[:-1] = before = case.normal(case.num_rows, size)
-    weight, bias = (case.normal(size) if there else None for there in (norm.weight, norm.bias))
-    names = {"norm_weight": weight, "norm_bias": bias}
-    given = {name: each for name, each in names.items() if each is not None}
-    if not case.finish(loader, AddAndNorm(norm), out[:-1], residual=stream[:-1], **given):
+    given = norm.named("norm") | (first.named("first_norm") if has_first else {})
+    if not case.finish(loader, finish, out[:-1], residual=stream[:-1], **given):
         assert case.split.num_splits == 1 or case.shape.in_features <= case.split.block_k
         return
     assert stream[-1].isnan().all()
     assert out[-1].isnan().all()
+    added, exact = case.linear(loader), case.reference()
+    if has_first:
+        linear, added = added, torch.empty_like(added)
+        first.kernel(loader)(linear, first.weight, first.bias, added)
+        exact = first.reference(exact)
     summed, normed = before.clone(), torch.empty_like(before)
-    NormKernel(loader.load(norm_spec(norm)))(case.linear(loader), weight, bias, normed, summed)
-    want = before.float() + norm.scale * case.reference()
+    norm.kernel(loader)(added, norm.weight, norm.bias, normed, summed)
+    want = before.float() + norm.shape.scale * exact
     case.check(stream[:-1], summed, want)
-    wide = [None if each is None else each.float() for each in (weight, bias)]
-    exact = rms_norm(want, wide[0], norm.eps, norm.offset) if kind == "rms" else None
-    case.check(out[:-1], normed, layer_norm(want, *wide, norm.eps, norm.offset) if exact is None else exact)
+    case.check(out[:-1], normed, norm.reference(want))
 
 
 @pytest.mark.parametrize("seed", range(32))
@@ -248,6 +275,12 @@ def test_features_are_taken_in_pairs(sizes: tuple[int, ...], message: str) -> No
 
 FINISHES: dict[str, tuple[int, int, Finish]] = {
     "norm": (4096, 4096, AddAndNorm(NormShape("rms", 4096, "bf16", 1e-5, residual=True))),
+    "two norms": (
+        *(3584, 14336),
+        AddAndNorm(
+            NormShape("rms", 3584, "bf16", 1e-6, offset=1.0, residual=True), NormShape("rms", 3584, "bf16", 1e-6)
+        ),
+    ),
     "wide norm": (8192, 28672, AddAndNorm(NormShape("layer", 8192, "bf16", 1e-5, bias=True, residual=True))),
     "gate and up": (28672, 4096, Activate("silu", gated=True)),
     "split gate and up": (22016, 4096, Activate("gelu", gated=True)),
@@ -260,7 +293,7 @@ FINISHES: dict[str, tuple[int, int, Finish]] = {
 
 
 @pytest.mark.parametrize("arch", cases(TRITON_ARCHES, fast=("sm_90",)))
-@pytest.mark.parametrize("name", cases([*FINISHES], fast=("norm", "gate and up", "heads", "split heads")))
+@pytest.mark.parametrize("name", cases([*FINISHES], fast=("norm", "two norms", "gate and up", "heads", "split heads")))
 def test_built_without_spills(arch: str, name: str, tmp_path: Path) -> None:
     out_features, in_features, finish = FINISHES[name]
     loader = KernelLoader(TritonBuilder(arch), cache=KernelCache(tmp_path), num_jobs=1)

@@ -94,6 +94,7 @@ SPLIT_LINEAR_AND_NORM = [PROJECT, NORM]
 WHOLE_QKV, SPLIT_QKV = [f"{PROJECT}, rotate"], [PROJECT, f"{REDUCE}, rotate"]
 WHOLE_INWARD, SPLIT_INWARD = [f"{PROJECT}, activate"], [PROJECT, f"{REDUCE}, activate"]
 SPLIT_LINEAR = [PROJECT, REDUCE]
+OLMO_2 = ["add", PROJECT, "qkv", *SPLIT_LINEAR, "rms_norm", "add", *SPLIT_INWARD, *SPLIT_LINEAR, "rms_norm"]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 32])
@@ -108,6 +109,7 @@ SPLIT_LINEAR = [PROJECT, REDUCE]
         ("gemma-7b", WHOLE_QKV, WHOLE_INWARD),
         ("opt-6.7b", WHOLE_QKV, WHOLE_INWARD),  # without a gate or rotation
         ("falcon-rw-7b", WHOLE_QKV, WHOLE_INWARD),
+        ("gemma-2-9b", SPLIT_QKV, WHOLE_INWARD),  # what branches add is normed too
     ],
 )
 def test_norms_activations_and_rotations_have_no_launches_of_their_own(
@@ -127,11 +129,8 @@ def test_a_layer_that_norms_the_sum_reads_its_own_outputs() -> None:
     ("name", "expected"),
     [
         ("Qwen3-8B", [PROJECT, NORM, *SPLIT_LINEAR, "qkv", PROJECT, NORM, *SPLIT_INWARD]),  # norms of heads
-        # norms of what branches add
-        (
-            "gemma-2-9b",
-            ["rms_norm", *SPLIT_QKV, *SPLIT_LINEAR, *["rms_norm"] * 2, *WHOLE_INWARD, *SPLIT_LINEAR, "rms_norm"],
-        ),
+        # a norm of what a branch adds, and none of what the next one reads
+        ("OLMo-2-1124-7B", OLMO_2),
         # two branches that are added to each other
         ("falcon-7b", ["layer_norm", *SPLIT_QKV, *SPLIT_LINEAR, *SPLIT_INWARD, *SPLIT_LINEAR, "add"]),
         ("gpt-j-6b", ["layer_norm", *WHOLE_QKV, *SPLIT_LINEAR, *WHOLE_INWARD, *SPLIT_LINEAR, "add"]),

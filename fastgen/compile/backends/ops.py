@@ -94,9 +94,13 @@ class LinearAddNormOp(Protocol):
     @property
     def norm(self) -> NormWeights: ...
 
+    @property
+    def output_norm(self) -> NormWeights | None:
+        """The norm of what is added, if there is one; it belongs to the same layer as ``linear``."""
+
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns ``x + scale * linear(y)``, which may be ``x`` itself, and the norm of the sum: ``x`` and both ``[T,
-        H]``, ``y [T, in]``."""
+        """Returns ``x + scale * output_norm(linear(y))``, which may be ``x`` itself, and the norm of the sum: ``x`` and
+        both ``[T, H]``, ``y [T, in]``."""
 
 
 class AllReduceOp(Protocol):
@@ -261,9 +265,18 @@ class Ops(ABC):
     def activation(self, shape: ActivationShape) -> ActivationOp:
         """Makes the activation of a feed-forward part."""
 
-    def linear_add_norm(self, linear: LinearShape, norm: FeatureNorm, scale: float | None = None) -> LinearAddNormOp:
-        """Makes a linear layer whose output is added to the residual stream, and the norm that follows."""
-        return LinearAddNorm(self.linear(linear), self.add_norm(norm, scale))
+    def linear_add_norm(
+        self,
+        linear: LinearShape,
+        norm: FeatureNorm,
+        scale: float | None = None,
+        *,
+        output_norm: FeatureNorm | None = None,
+    ) -> LinearAddNormOp:
+        """Makes a linear layer whose output, through an ``output_norm`` if there is one, is added to the residual
+        stream, and the norm that follows."""
+        inner = None if output_norm is None else self.norm(output_norm)
+        return LinearAddNorm(self.linear(linear), inner, self.add_norm(norm, scale))
 
     def activated_linear(self, linear: LinearShape, activation: ActivationShape) -> LinearOp:
         """Makes linear layers of one input, and the activation of their outputs."""

@@ -185,10 +185,20 @@ class TritonOps(Ops):
     def linear(self, shape: LinearShape) -> Linear:
         return self._finished_linear(shape, None)
 
-    def linear_add_norm(self, linear: LinearShape, norm: FeatureNorm, scale: float | None = None) -> LinearAddNorm:
+    def linear_add_norm(
+        self,
+        linear: LinearShape,
+        norm: FeatureNorm,
+        scale: float | None = None,
+        *,
+        output_norm: FeatureNorm | None = None,
+    ) -> LinearAddNorm:
         rows = norm.of_rows(self._dtype_name, residual=True, scale=1.0 if scale is None else scale)
-        finish = AddAndNorm(rows)
-        return LinearAddNorm(self._finished_linear(linear, finish, norm.needed_by), self.add_norm(norm, scale))
+        finish, inner, needed_by = AddAndNorm(rows), None, norm.needed_by
+        if output_norm is not None:
+            finish, inner = AddAndNorm(rows, output_norm.of_rows(self._dtype_name)), self.norm(output_norm)
+            needed_by = output_norm.needed_by + needed_by
+        return LinearAddNorm(self._finished_linear(linear, finish, needed_by), inner, self.add_norm(norm, scale))
 
     def activated_linear(self, linear: LinearShape, activation: ActivationShape) -> ActivatedLinear:
         finish = Activate(activation.kind, activation.gated)

@@ -11,7 +11,7 @@ from fastgen.compile.backends.modules.paged_view import PagedView
 from fastgen.compile.weights.rows import Rows
 
 if TYPE_CHECKING:
-    from fastgen.compile.backends.ops import ActivationOp, AddNormOp, AttentionOp, LinearOp, NormWeights
+    from fastgen.compile.backends.ops import ActivationOp, AddNormOp, AttentionOp, LinearOp, NormOp, NormWeights
 
 
 class ActivatedLinear(nn.Module):
@@ -30,26 +30,32 @@ class ActivatedLinear(nn.Module):
 
 
 class LinearAddNorm(nn.Module):
-    """Adds a linear layer's output to a residual stream, then norms the sum.
+    """Adds a linear layer's output, through a norm if there is one, to a residual stream, then norms the sum.
 
-    The layer whose output it is has ``linear`` among its modules, so it is none of this one's: it counts once.
+    The layer whose output it is has ``linear`` and ``output_norm`` among its modules, so they are none of this one's:
+    they count once.
     """
 
-    def __init__(self, linear: LinearOp, add_norm: AddNormOp):
+    def __init__(self, linear: LinearOp, output_norm: NormOp | None, add_norm: AddNormOp):
         super().__init__()
         self.add_norm = add_norm
-        self._others = {"linear": linear}
+        self._of_other = linear, output_norm
 
     @property
     def linear(self) -> LinearOp:
-        return self._others["linear"]
+        return self._of_other[0]
+
+    @property
+    def output_norm(self) -> NormOp | None:
+        return self._of_other[1]
 
     @property
     def norm(self) -> NormWeights:
         return self.add_norm.norm
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return self.add_norm(x, self.linear(y))
+        out = self.linear(y)
+        return self.add_norm(x, out if self.output_norm is None else self.output_norm(out))
 
 
 class ProjectedAttention(nn.Module):

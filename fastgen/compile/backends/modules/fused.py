@@ -128,7 +128,7 @@ class LatentAttention(nn.Module):
         return out
 
 
-def named_weights(prefix: str, norm: NormParameters | None) -> dict[str, Tensor]:
+def named_weights(prefix: str, norm: NormParameters | Norm | None) -> dict[str, Tensor]:
     """Returns the weights of a norm by the names of a kernel's arguments."""
     found = {} if norm is None else {"weight": norm.weight, "bias": norm.bias}
     return {f"{prefix}_{name}": each for name, each in found.items() if each is not None}

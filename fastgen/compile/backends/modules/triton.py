@@ -108,15 +108,17 @@ class LinearAddNorm(composed.LinearAddNorm):
     """Adds a linear layer's output to a residual stream in place and norms the sum, all by the layer's last kernel
     where that has whole rows."""
 
-    def __init__(self, linear: Linear, add_norm: fused.AddNorm):
-        super().__init__(linear, add_norm)
-        self._norm, self._finishes, self._finish = add_norm.norm, linear.finishes, linear.finish
+    def __init__(self, linear: Linear, output_norm: fused.Norm | None, add_norm: fused.AddNorm):
+        super().__init__(linear, output_norm, add_norm)
+        self._finishes, self._finish = linear.finishes, linear.finish
+        self._norms = {"first_norm": output_norm, "norm": add_norm.norm}
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         if not self._finishes(y):
             return super().forward(x, y)
         out = torch.empty_like(x)
-        self._finish(y, out, residual=x, **fused.named_weights("norm", self._norm))
+        weights = [fused.named_weights(*each) for each in self._norms.items()]
+        self._finish(y, out, residual=x, **weights[0], **weights[1])
         return x, out
 
 

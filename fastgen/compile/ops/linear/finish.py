@@ -17,23 +17,30 @@ from fastgen.compile.spec import Argument, Value
 
 @dataclass(frozen=True)
 class AddAndNorm:
-    """Adds the outputs to a residual stream and norms the sum; see :class:`NormShape`."""
+    """Adds the outputs, normed as ``first`` says, to a residual stream and norms the sum; see :class:`NormShape`."""
 
     norm: NormShape
+    first: NormShape | None = None
     needs_rows: ClassVar[bool] = True
     pairs: ClassVar[bool] = False
 
     def arguments(self, dtype: str) -> tuple[Argument, ...]:
         """Returns what the kernel takes beside the layer's operands: the norm's result is ``out``."""
-        weights = (("norm_weight", self.norm.weight), ("norm_bias", self.norm.bias))
-        has = (Argument(name, dtype, "in") for name, there in weights if there)
-        return (Argument("residual", dtype, "out"), *has, Argument("out", dtype, "out"))
+        norms = [("norm", self.norm)] if self.first is None else [("first_norm", self.first), ("norm", self.norm)]
+        weights = [
+            Argument(f"{prefix}_{name}", dtype, "in")
+            for prefix, norm in norms
+            for name, there in (("weight", norm.weight), ("bias", norm.bias))
+            if there
+        ]
+        return (Argument("residual", dtype, "out"), *weights, Argument("out", dtype, "out"))
 
     def parameters(self) -> dict[str, Value]:
         """Returns what its template branches on."""
-        parameters = self.norm.parameters()
+        parameters = {"kind": self.norm.kind, **self.norm.parameters()}
         del parameters["residual"]
-        return parameters
+        first = {} if self.first is None else {"kind": self.first.kind, **self.first.parameters()}
+        return parameters | {f"first_{name}": first.get(name) for name in ("kind", "eps", "offset", "weight", "bias")}
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,7 @@ def _reduce_and_norm(
     finish: AddAndNorm, num_splits: int, arguments: Sequence[Argument], needed_by: tuple[str, ...]
 ) -> KernelSpec:
     has_bias = any(argument.name == "bias" for argument in arguments)
-    parameters: dict[str, Value] = {"kind": finish.norm.kind, **finish.parameters()}
-    parameters |= {"splits": num_splits, "sum_bias": has_bias}
+    parameters = finish.parameters() | {"splits": num_splits, "sum_bias": has_bias}
     # Twice the warps of a norm, since a row has several parts.
     options: dict[str, Value] = {"num_warps": min(32, max(1, power_of_2(finish.norm.size) // 256))}
     return KernelSpec("few_row_norm", "triton", parameters, tuple(arguments), options, needed_by=needed_by)
