@@ -21,6 +21,8 @@ _HERE = Path(__file__).parent
 # Where templates and headers are looked for.
 TEMPLATE_FOLDERS = tuple(sorted(_HERE.rglob("templates")))
 SUFFIXES = {"triton": ".py", "cpp": ".cpp"}
+# What a kernel calls that starts before those before it end, and what its template calls for that.
+_WAIT, _CALLS_WAIT = "gdc_wait", re.compile(r"\{\{ (wait|overlap)\(spec\)")
 _INCLUDE = re.compile(r'#include "([^"]+)"\n')
 _COMMENTS = {"triton": "#", "cpp": "//"}
 # The template of a second entry point, which takes the arguments as an array.
@@ -63,17 +65,25 @@ def render_body(spec: KernelSpec) -> str:
     The template sees the spec's parameters by their names, and ``spec`` itself. Filters: ``tl`` and ``cpp`` turn a
     dtype's short name into the language's, ``declare`` an argument into a C++ parameter, and ``power_of_2`` a number
     into the next power of 2. Raises ``jinja2.UndefinedError`` for a name that the spec lacks, and ``ValueError`` for a
-    parameter that the template never reads: such a feature would be requested and not computed.
+    parameter that the template never reads: such a feature would be requested and not computed. It raises that, too,
+    for a kernel that overlaps with others and would not wait for them.
     """
     name = template_name(spec)
     unread = spec.parameters.keys() - _names_read(name)
     if unread:
         raise ValueError(f"{name} never reads {', '.join(sorted(unread))}, which {spec.name} needs")
     body = render_text(name, **spec.parameters, spec=spec)
+    if spec.options.get("launch_pdl") and _WAIT not in body:
+        raise ValueError(f"{name} has no {_WAIT}, and {spec.name} is to start before the kernels before it end")
     entry_point = _ENTRY_POINTS[spec.target]
     if entry_point and spec.arguments:
         body += render_text(entry_point, spec=spec)
     return inline_headers(body)
+
+
+def can_wait(spec: KernelSpec) -> bool:
+    """Returns whether the spec's template can wait for the kernels before it: see ``wait`` of ``kernel.py.j2``."""
+    return _CALLS_WAIT.search(_source(template_name(spec))) is not None
 
 
 def render_text(template: str, **context: object) -> str:

@@ -11,7 +11,7 @@ import torch
 from fastgen.compile.backends.backend import Backend
 from fastgen.compile.backends.modules.collectives import HeadsOfRank, RankNorm
 from fastgen.compile.backends.modules.stored import NormParameters
-from fastgen.compile.backends.ops import ActivationOp, LinearOp, NormOp, NormWeights, Table
+from fastgen.compile.backends.ops import LinearAddNormOp, LinearOp, NormOp, NormWeights, Table
 from fastgen.compile.backends.reference import REFERENCE
 from fastgen.compile.ops.activation.reference import ACTIVATIONS
 from fastgen.compile.ops.attention.reference import Alibi
@@ -24,7 +24,7 @@ from fastgen.layers.kv_cache import KVShape
 from fastgen.layers.latent_attention import LatentAttention, QueryDown
 from fastgen.layers.mlp import Mlp
 from fastgen.layers.moe import Moe
-from fastgen.layers.residual import FlushAndNorm, FlushStream, Reader, ReadStream
+from fastgen.layers.residual import FlushAndNorm, FlushStream, LeftToReader, Reader, ReadStream
 from fastgen.layers.rotary import Rotary
 from fastgen.models.causal_lm import Branch, CausalLM, Layer, Module, Part
 from fastgen.models.checkpoint.weights import WeightSlot
@@ -124,9 +124,10 @@ class _Builder:
     def model(self) -> CausalLM:
         spec = self.spec
         tokens = self.table(spec.embedding.tokens, multiplies=spec.head.weight is None)
+        behind = iter(_norms_behind(spec))
         return CausalLM(
             self.embedding(spec.embedding, tokens),
-            [Layer([self.branch(branch) for branch in layer.branches]) for layer in spec.layers],
+            [Layer([self.branch(branch, next(behind)) for branch in layer.branches]) for layer in spec.layers],
             self.read(spec.final_norm),
             self.head(spec.head, tokens),
             self.ops,
@@ -161,11 +162,13 @@ class _Builder:
         gather = self.backend.gather() if spec.gather_ranks else None
         return Head(logits, project=project, gather_ranks=gather, vocab_size=self.spec.vocab_size)
 
-    def branch(self, spec: BranchSpec) -> Branch:
+    def branch(self, spec: BranchSpec, norm_behind: NormSpec | None) -> Branch:
+        """Returns a branch, whose sum the stream's next reader norms by ``norm_behind`` if there is one."""
         read = self.read(spec.norm) if spec.norm else None
-        parts = [self.part(part, reads_stream=read is None) for part in spec.parts]
-        output_norm = self.norm(spec.output_norm) if spec.output_norm else None
-        self.pending = _PendingAdd(unless_one(spec.scale), self.shapes.needed_by(spec.node))
+        left = self.left_to_reader(spec, norm_behind)
+        parts = [self.part(part, left, reads_stream=read is None) for part in spec.parts]
+        output_norm = self.norm(spec.output_norm) if spec.output_norm and left is None else None
+        self.pending = _PendingAdd(unless_one(spec.scale), self.shapes.needed_by(spec.node), left)
         return Branch(
             read,
             parts,
@@ -175,16 +178,34 @@ class _Builder:
             read_sum=self.read(spec.sum_norm) if spec.sum_norm else None,
         )
 
-    def part(self, spec: PartSpec, *, reads_stream: bool) -> Part:
+    def left_to_reader(self, spec: BranchSpec, norm: NormSpec | None) -> LinearAddNormOp | None:
+        """Returns the last linear layer of a branch with the sum and the norm that follow; ``None`` where something
+        stands between them."""
+        if norm is None or len(spec.parts) > 1 or spec.sum_ranks:
+            return None
+        output_norm = self.shapes.norm(spec.output_norm) if spec.output_norm else None
+        match spec.parts[0].part:
+            case AttentionSpec(output=last) | LatentAttentionSpec(output=last) | MlpSpec(down=last):
+                linear, read = self.shapes.linear([last]), self.shapes.norm(norm)
+                left = self.ops.linear_add_norm(linear, read, unless_one(spec.scale), output_norm=output_norm)
+                self.claim_linear([last], left.linear)
+                if spec.output_norm is not None and left.output_norm is not None:
+                    self.claim_norm(spec.output_norm, left.output_norm)
+                return left
+        return None
+
+    def part(self, spec: PartSpec, left: LinearAddNormOp | None, *, reads_stream: bool) -> Part:
+        """Returns a part of a branch, whose last linear layer is ``left`` to the stream's next reader."""
+        last = None if left is None else LeftToReader(left)
         read = self.read(spec.norm) if reads_stream else ReadStream(self.norm(spec.norm) if spec.norm else None)
         module: Module
         match spec.part:
             case AttentionSpec() as part:
-                module = self.attention(part)
+                module = self.attention(part, last)
             case LatentAttentionSpec() as part:
-                module = self.latent_attention(part)
+                module = self.latent_attention(part, last)
             case MlpSpec() as part:
-                module = self.mlp(part)
+                module = self.mlp(part, last)
             case MoeSpec() as part:
                 module = self.moe(part)
         return Part(read, module)
@@ -195,29 +216,33 @@ class _Builder:
         if pending is None:
             return ReadStream(self.norm(norm) if norm else None)
         if norm is None:
+            assert pending.left is None, "a linear layer is left to a reader without a norm"
             return FlushStream(self.ops.add(pending.scale, needed_by=pending.needed_by))
-        add_norm = self.ops.add_norm(self.shapes.norm(norm), pending.scale)
+        add_norm = pending.left or self.ops.add_norm(self.shapes.norm(norm), pending.scale)
         self.claim_norm(norm, add_norm.norm)
         return FlushAndNorm(add_norm)
 
-    def attention(self, spec: AttentionSpec) -> Attention:
-        qkv, output = self.linear([spec.q, spec.k, spec.v]), self.linear([spec.output])
+    def attention(self, spec: AttentionSpec, output: LinearOp | None) -> Attention:
         of_ranks = [norm for norm in (spec.q_norm, spec.k_norm) if norm is not None and norm.over == "ranks"]
         q_norm, k_norm = (None if norm in of_ranks else norm for norm in (spec.q_norm, spec.k_norm))
-        attend = self.ops.attention(
+        projected = [spec.q, spec.k, spec.v]
+        attend = self.ops.projected_attention(
+            self.shapes.linear(projected),
             self.shapes.attention(spec),
             rotary=rotary_shape(spec.rotary) if spec.rotary else None,
             q_norm=self.shapes.qk_norm(q_norm),
             k_norm=self.shapes.qk_norm(k_norm),
             alibi=self.alibi(spec.alibi) if spec.alibi else None,
+            between=self.rank_norm(spec) if of_ranks else None,
             needed_by=self.shapes.needed_by(spec.q.node),
         )
+        self.claim_linear(projected, attend.qkv)
         for qk_norm, weights in ((q_norm, attend.q_norm), (k_norm, attend.k_norm)):
             if qk_norm is not None and weights is not None:
                 self.claim_norm(qk_norm.norm, weights)
         rotary = self.rotary(spec.rotary) if spec.rotary else None
-        rank_norm = self.rank_norm(spec) if of_ranks else None
-        return Attention(qkv, attend, output, kv_layer=self.next_kv_layer(), rotary=rotary, rank_norm=rank_norm)
+        output = output or self.linear([spec.output])
+        return Attention(attend, output, kv_layer=self.next_kv_layer(), rotary=rotary)
 
     def rank_norm(self, spec: AttentionSpec) -> RankNorm:
         """Returns the norms of queries and keys over the heads of all ranks."""
@@ -233,7 +258,7 @@ class _Builder:
             first = end
         return self.backend.rank_norm(norms, self.spec.rank.count)
 
-    def latent_attention(self, spec: LatentAttentionSpec) -> LatentAttention:
+    def latent_attention(self, spec: LatentAttentionSpec, output: LinearOp | None) -> LatentAttention:
         for up in (spec.k_up, spec.v_up):
             if up.bias is not None:
                 raise up.node.error("keys and values are made of the latent without a bias")
@@ -250,7 +275,7 @@ class _Builder:
             q,
             kv_down,
             attend,
-            self.linear([spec.output]),
+            output or self.linear([spec.output]),
             self.rotary(spec.rotary),
             kv_layer=self.next_kv_layer(),
             num_heads=spec.num_heads,
@@ -265,13 +290,12 @@ class _Builder:
         slopes = torch.tensor(spec.slopes, dtype=_ROUNDING[spec.rounding], device=self.device)
         return Alibi(slopes, spec.scaled)
 
-    def mlp(self, spec: MlpSpec) -> Mlp:
-        activation = self.activation(spec)
-        return Mlp(self.linear(inward_parts(spec)), activation, self.linear([spec.down]))
-
-    def activation(self, spec: MlpSpec) -> ActivationOp:
+    def mlp(self, spec: MlpSpec, down: LinearOp | None = None) -> Mlp:
         _check_activation(spec)
-        return self.ops.activation(self.shapes.activation(spec))
+        parts = inward_parts(spec)
+        inward = self.ops.activated_linear(self.shapes.linear(parts), self.shapes.activation(spec))
+        self.claim_linear(parts, inward)
+        return Mlp(inward, down or self.linear([spec.down]))
 
     def moe(self, spec: MoeSpec) -> Moe:
         _check_activation(spec.experts[0])
@@ -340,6 +364,16 @@ class _Builder:
 class _PendingAdd(NamedTuple):
     scale: float | None
     needed_by: tuple[str, ...]
+    # The linear layer that the next reader computes, with what it does then.
+    left: LinearAddNormOp | None
+
+
+def _norms_behind(spec: ModelSpec) -> list[NormSpec | None]:
+    """Returns by which norm the stream is read behind each branch, ``None`` where it is read as it is."""
+    branches = [branch for layer in spec.layers for branch in layer.branches]
+    firsts = [branch.norm or branch.parts[0].norm for branch in branches[1:]]
+    following = [*firsts, spec.final_norm]
+    return [branch.sum_norm or norm for branch, norm in zip(branches, following, strict=True)]
 
 
 def _check_activation(spec: MlpSpec) -> None:

@@ -36,9 +36,9 @@ from fastgen.models.spec import ModelSpec, MoeSpec, NodeRef, TensorSpec
 # The name of a row by the attribute ``weights`` of a module of a backend.
 _ROWS = {"table": "tables", "matrix": "matrices"}
 _BLOCK_SIZE = 16  # where sizes do not depend on it
-# Numbers of tokens, or of rows, between which kernels' results are recorded.
-_FEW = (2, 3)
-_MAX_FEW_ROWS = 64
+# Numbers of tokens, or of rows, between which kernels' results are recorded: more than kernels for few rows take, which
+# may compute two ops at once, and leave no result between them.
+_FEW = (65, 66)
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class MeasuredModel:
 
     def _model(
         self,
-        max_rows: int = _MAX_FEW_ROWS,
+        max_rows: int = _FEW[-1],
         max_num_seqs: int = 1,
         block_size: int = _BLOCK_SIZE,
         max_model_len: int = 1,

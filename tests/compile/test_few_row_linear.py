@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
@@ -27,6 +30,8 @@ from fastgen.compile.ops.linear.triton import FewRowKernel, FewRowSpecs, few_row
 from fastgen.compile.spec import torch_dtype
 from fastgen.compile.weights.formats import WeightOnlyFormat
 from fastgen.compile.weights.quantized import QuantizedWeight, quantized
+from tests.compile.sass import instructions, loops
+from tests.kernel_device import DEVICE
 
 FORMATS: tuple[FewRowFormat, ...] = ("plain", *get_args(WeightOnlyFormat))
 TOLERANCE = {"fp32": 1e-5, "fp16": 2**-9}  # sums are exact up to their order; 16 bits: of the answer's rounding
@@ -127,6 +132,29 @@ def test_what_lies_behind_the_features_is_not_read(loader: KernelLoader) -> None
     linear = launcher(loader, few_row_specs(shape, 2, SplitK(16, 32, 4, 1, 2)), 2)
     linear(x_behind[:2], behind[:16], bias, out)
     torch.testing.assert_close(out, x @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="counts the loads of interpreted kernels")
+@pytest.mark.parametrize("weight", FORMATS)
+def test_rows_that_do_not_exist_are_not_read(
+    loader: KernelLoader, weight: FewRowFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel for 16 rows reads the three that there are once in each program, and nothing in place of the others."""
+    shape, num_rows, read = FewRowShape(32, 64, "fp32", weight), 3, []
+    x, plain, _ = drawn(shape, num_rows, 8)
+    begin, end = x.data_ptr(), x.data_ptr() + x.nbytes
+    load = InterpreterBuilder.create_masked_load
+
+    def noting(self: Any, ptrs: Any, mask: Any, *others: Any) -> Any:
+        wanted = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
+        read.extend(wanted[(wanted >= begin) & (wanted < end)].tolist())
+        return load(self, ptrs, mask, *others)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", noting)
+    linear = launcher(loader, few_row_specs(shape, num_rows, WHOLE), num_rows)
+    linear(x, stored_as(plain, weight), None, torch.empty(num_rows, 32))
+    assert len(read) == 2 * x.numel()  # two programs
+    assert {*Counter(read).values()} == {2}
 
 
 # Quantized weights
@@ -253,6 +281,20 @@ def check_build(arch: str, shape: FewRowShape, num_rows: int, directory: Path, s
 def test_built_with_tensor_cores_and_without_spills(tmp_path: Path) -> None:
     check_build("sm_80", FewRowShape(4096, 4096, "bf16", bias=True), 16, tmp_path)
     check_build("sm_90", FewRowShape(4096, 4096, "bf16", "int4_weight_only"), 64, tmp_path)
+
+
+def test_features_that_are_not_split_are_a_loop_too(tmp_path: Path) -> None:
+    """An assembler that unrolled all steps would fill its caches of instructions with 32 copies of one."""
+    shape = FewRowShape(12288, 4096, "bf16")
+    split = default_split(shape, 16, "sm_90", 132)
+    assert split.num_splits == 1
+    loader = KernelLoader(TritonBuilder("sm_90"), cache=KernelCache(tmp_path), num_jobs=1)
+    (entry,) = loader.build([few_row_specs(shape, 16, split).main])
+    found = instructions(entry.source.with_suffix(".cubin"))
+    (loop,) = loops(found)
+    assert any("HGMMA" in text for text in loop)
+    assert len(loop) < 160
+    assert len(found) < 600
 
 
 @pytest.mark.slow

@@ -210,6 +210,8 @@ def test_reference_with_sinks() -> None:
 
 # One KV head and many programs, so that a query tile has parts of one level, of two, and of three.
 SPLIT: list[Rows] = [[(40, 3), (0, 0), (150, 1)], [(700, 1), (31, 8)], [(2200, 1), (14, 11), (90, 2)]]
+# The last part of one query tile is alone, in a program in which the next query tile begins.
+ALONE: Rows = [(512, 1), (300, 1), (200, 1)]
 
 
 def split(*names: str, rows: Rows) -> Case:
@@ -225,9 +227,10 @@ def test_parts_of_one_query_tile_are_joined_whatever_the_features() -> None:
 
 
 @pytest.mark.kernels
-def test_launches_of_one_plan_follow_each_other() -> None:
+@pytest.mark.parametrize("rows", [SPLIT[1], ALONE], ids=["two levels", "a part alone"])
+def test_launches_of_one_plan_follow_each_other(rows: Rows) -> None:
     """As those of the layers do: each leaves the arrivals as the next one needs them."""
-    case = split(rows=SPLIT[1])
+    case = split(rows=rows)
     subject, batch = Subject(case), make_batch(case)
     first, expected = subject(batch), reference(batch, case.shape)
     assert float((first - expected).abs().max()) <= TOLERANCE["fp32"]
@@ -241,7 +244,7 @@ def test_sums_are_the_same_in_every_order_of_arrival(monkeypatch: pytest.MonkeyP
     from triton.runtime.interpreter import interpreter_builder
 
     set_grid_idx, num_moved = interpreter_builder.set_grid_idx, 0
-    for rows in SPLIT[1:]:
+    for rows in [*SPLIT[1:], ALONE]:
         case = split(rows=rows)
         subject, batch = Subject(case), make_batch(case)
         expected = subject(batch)

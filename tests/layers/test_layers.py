@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastgen.compile.backends.modules.composed import ActivatedLinear
 from fastgen.compile.backends.modules.reference import Embedding as LookUp
 from fastgen.compile.backends.modules.reference import Linear, Positions, Table
 from fastgen.compile.backends.reference import REFERENCE
@@ -112,12 +113,12 @@ def test_feed_forward_plain_and_gated() -> None:
         return x @ layer.weight.T + layer.bias
 
     torch.testing.assert_close(
-        Mlp(up, OPS.activation(ActivationShape("relu", 6, gated=False)), down)(x),
+        Mlp(ActivatedLinear(up, OPS.activation(ActivationShape("relu", 6, gated=False))), down)(x),
         through(down, through(up, x).clamp(min=0)),
     )
     gate, linear_up = through(gate_up, x)[:, :6], through(gate_up, x)[:, 6:]
     torch.testing.assert_close(
-        Mlp(gate_up, OPS.activation(ActivationShape("silu", 6, gated=True)), down)(x),
+        Mlp(ActivatedLinear(gate_up, OPS.activation(ActivationShape("silu", 6, gated=True))), down)(x),
         through(down, gate * torch.sigmoid(gate) * linear_up),
     )
 

@@ -24,6 +24,7 @@ from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.layers.latent_attention import LatentAttention
 from fastgen.layers.moe import Moe
 from fastgen.layers.ragged_batch import RaggedBatch
+from fastgen.layers.residual import LeftToReader
 from fastgen.models.builder import build, kv_groups, kv_shapes
 from fastgen.models.causal_lm import CausalLM
 from fastgen.models.registry.registry import named_recipe
@@ -123,6 +124,7 @@ def test_experts(weight_format: WeightFormat, num_tokens: int) -> None:
 def test_latent_attention(weight_format: WeightFormat, num_tokens: int) -> None:
     built, spec = model(weight_format)
     attention: LatentAttention = module(built, LatentAttention)
+    output = module(built, LeftToReader).linear
     sizes = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "dtype": torch.float32, "device": CPU}
     kv_cache = PagedKVCache(kv_groups(spec), kv_shapes(spec), backend=CppBackend(TargetFacts("cpp")), **sizes)
     x, nothing = torch.empty(num_tokens, HIDDEN), torch.empty(0, dtype=torch.int32)
@@ -145,4 +147,4 @@ def test_latent_attention(weight_format: WeightFormat, num_tokens: int) -> None:
         places = batch.positions.long()
         batch.slot_mapping[0] = table[places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
 
-    assert_replays(lambda: attention(x, batch, kv_cache), num_tokens, refill)
+    assert_replays(lambda: output(attention(x, batch, kv_cache)), num_tokens, refill)

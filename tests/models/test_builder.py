@@ -130,7 +130,7 @@ def test_an_unknown_activation_is_a_recipe_error_with_its_place() -> None:
 def test_numbers_of_the_spec_reach_the_layers() -> None:
     """Those too that every published model of a family has alike."""
     spec = change_parts(mistral(), lambda layer, part: replace(part, scale=layer + 0.5) if is_attention(part) else part)
-    scales = [attention.attend.shape.scale for attention in attentions(build_on_cpu(spec)[0])]
+    scales = [attention.attend.attention.shape.scale for attention in attentions(build_on_cpu(spec)[0])]
     assert scales == [0.5, 1.5, 2.5, 3.5, 4.5]
     spec = opt()
     assert spec.embedding.positions is not None
@@ -180,7 +180,9 @@ def test_layers_share_a_rotary_table_where_they_rotate_alike() -> None:
 def test_layers_with_the_same_window_share_a_kv_group(windows: list[int | None], groups: list[int]) -> None:
     spec = with_windows(mistral(), windows)
     assert kv_groups(spec) == groups
-    assert [attention.attend.shape.sliding_window for attention in attentions(build_on_cpu(spec)[0])] == windows
+    assert [
+        attention.attend.attention.shape.sliding_window for attention in attentions(build_on_cpu(spec)[0])
+    ] == windows
 
 
 # Layers of different windows, against transformers

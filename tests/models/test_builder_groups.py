@@ -221,7 +221,7 @@ def test_latent_attention_equals_its_expanded_form() -> None:
     scores = torch.einsum("qhd,khd->hqk", queries, keys) * 0.4
     probs = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf")).softmax(-1)
     mixed_values = torch.einsum("hqk,khd->qhd", probs, values).flatten(1)
-    stream = stream + mixed_values @ module.output.weight.T
+    stream = stream + mixed_values @ module.output.linear.weight.T
     expected = model.read_last.add_norm.norm(stream) @ model.head.logits.table.weight.T
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 

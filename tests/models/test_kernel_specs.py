@@ -50,7 +50,8 @@ def test_the_number_of_layers_makes_no_difference(target) -> None:
 def test_sizes_and_features_come_from_the_configuration() -> None:
     specs = needed("tiny-opt", "gfx942", torch.float16, hidden_size=192, word_embed_proj_dim=192)
     norms = [spec for spec in specs if "norm" in spec.op]
-    assert {(spec.op, spec.target, spec.parameters["bias"]) for spec in norms} == {("layer_norm", "triton", True)}
+    assert {spec.op for spec in norms} == {"layer_norm", "few_row_norm"}  # the latter of a split linear layer's sums
+    assert {(spec.parameters.get("kind", "layer"), spec.parameters["bias"]) for spec in norms} == {("layer", True)}
     assert {(spec.parameters["H"], spec.parameters["dtype"]) for spec in norms} == {(192, "fp16")}
     assert {spec.op for spec in specs} >= {"attention", "qkv", "embedding", "activation", "few_row_linear"}
 

@@ -7,10 +7,12 @@ Shape letters are those of :mod:`fastgen.compile.ops`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor, nn
 
+from fastgen.compile.backends.modules.composed import ActivatedLinear, LinearAddNorm, ProjectedAttention
 from fastgen.compile.backends.modules.paged_view import PagedView
 from fastgen.compile.backends.shapes import (
     ActivationShape,
@@ -84,6 +86,23 @@ class AddNormOp(Protocol):
         """Returns ``x + scale * y``, which may be ``x`` itself, and the norm of the sum: all ``[T, H]``."""
 
 
+class LinearAddNormOp(Protocol):
+    @property
+    def linear(self) -> LinearOp:
+        """The linear layer; the layer whose output it is counts it among its modules."""
+
+    @property
+    def norm(self) -> NormWeights: ...
+
+    @property
+    def output_norm(self) -> NormWeights | None:
+        """The norm of what is added, if there is one; it belongs to the same layer as ``linear``."""
+
+    def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns ``x + scale * output_norm(linear(y))``, which may be ``x`` itself, and the norm of the sum: ``x`` and
+        both ``[T, H]``, ``y [T, in]``."""
+
+
 class AllReduceOp(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """Returns the sum over all ranks, in ``x [T, H]`` itself: that of rank 0, plus that of rank 1, and so on."""
@@ -113,6 +132,22 @@ class AttentionOp(Protocol):
 
         ``qkv [T, (N + 2K) D]`` may be changed; ``cos_sin [max_positions, R]`` fp32; ``positions [T]`` i32.
         """
+
+
+class ProjectedAttentionOp(Protocol):
+    """All of attention but the output projection."""
+
+    @property
+    def qkv(self) -> LinearOp: ...
+
+    @property
+    def q_norm(self) -> NormWeights | None: ...
+
+    @property
+    def k_norm(self) -> NormWeights | None: ...
+
+    def __call__(self, x: Tensor, cos_sin: Tensor | None, positions: Tensor, cache: PagedView) -> Tensor:
+        """Projects ``x [T, H]`` to queries, keys and values and computes :class:`AttentionOp`: ``[T, N, Dv]``."""
 
 
 class HeadMaps(Protocol):
@@ -230,6 +265,23 @@ class Ops(ABC):
     def activation(self, shape: ActivationShape) -> ActivationOp:
         """Makes the activation of a feed-forward part."""
 
+    def linear_add_norm(
+        self,
+        linear: LinearShape,
+        norm: FeatureNorm,
+        scale: float | None = None,
+        *,
+        output_norm: FeatureNorm | None = None,
+    ) -> LinearAddNormOp:
+        """Makes a linear layer whose output, through an ``output_norm`` if there is one, is added to the residual
+        stream, and the norm that follows."""
+        inner = None if output_norm is None else self.norm(output_norm)
+        return LinearAddNorm(self.linear(linear), inner, self.add_norm(norm, scale))
+
+    def activated_linear(self, linear: LinearShape, activation: ActivationShape) -> LinearOp:
+        """Makes linear layers of one input, and the activation of their outputs."""
+        return ActivatedLinear(self.linear(linear), self.activation(activation))
+
     @abstractmethod
     def attention(
         self,
@@ -242,6 +294,23 @@ class Ops(ABC):
         needed_by: tuple[str, ...] = (),
     ) -> AttentionOp:
         """Makes causal attention over the paged KV cache. ``rotary`` and ``alibi`` say how positions count."""
+
+    def projected_attention(
+        self,
+        qkv: LinearShape,
+        shape: AttentionShape,
+        *,
+        rotary: RotaryShape | None = None,
+        q_norm: QkNorm | None = None,
+        k_norm: QkNorm | None = None,
+        alibi: Alibi | None = None,
+        between: Callable[[Tensor], None] | None = None,
+        needed_by: tuple[str, ...] = (),
+    ) -> ProjectedAttentionOp:
+        """Makes :meth:`attention` and the projection to its queries, keys and values, which ``between`` may change."""
+        project = self.linear(qkv)
+        attend = self.attention(shape, rotary=rotary, q_norm=q_norm, k_norm=k_norm, alibi=alibi, needed_by=needed_by)
+        return ProjectedAttention(project, attend, between)
 
     @abstractmethod
     def latent_attention(self, shape: LatentShape) -> LatentAttentionOp:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from fastgen.compile.backends.backend import MAX_LOGPROBS, Backend
 from fastgen.compile.backends.modules import fused
+from fastgen.compile.backends.modules.composed import ProjectedAttention as ComposedAttention
 from fastgen.compile.backends.modules.reference import router_correction
 from fastgen.compile.backends.modules.stored import NormParameters, StoredGroups, StoredTable, empty_parameter
 from fastgen.compile.backends.modules.triton import (
+    ActivatedLinear,
     Activation,
     Add,
     Embedding,
@@ -22,7 +25,9 @@ from fastgen.compile.backends.modules.triton import (
     Head,
     HeadMaps,
     Linear,
+    LinearAddNorm,
     Positions,
+    ProjectedAttention,
     Router,
 )
 from fastgen.compile.backends.ops import Ops, Table
@@ -40,6 +45,8 @@ from fastgen.compile.backends.shapes import (
     TableShape,
 )
 from fastgen.compile.backends.target import TargetFacts
+from fastgen.compile.backends.triton_linear import LinearKernels
+from fastgen.compile.build.builder import Kernel
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.ops.activation.triton import ActivationKernel, activation_spec
 from fastgen.compile.ops.attention.reference import Alibi
@@ -60,10 +67,11 @@ from fastgen.compile.ops.experts.triton import (
     sort_spec,
 )
 from fastgen.compile.ops.latent.triton import LatentKernel, latent_spec
-from fastgen.compile.ops.linear.tiling import FewRowShape, SplitK, default_split, usual_num_sms
+from fastgen.compile.ops.linear.finish import Activate, AddAndNorm, Finish, RotateAndWrite
+from fastgen.compile.ops.linear.tiling import FewRowShape
 from fastgen.compile.ops.linear.triton import LinearKernel
-from fastgen.compile.ops.linear.tuning import tuned_split
 from fastgen.compile.ops.norm.triton import NormKernel, norm_spec
+from fastgen.compile.ops.overlap import overlapped
 from fastgen.compile.ops.qkv.triton import QkvKernel, qkv_spec
 from fastgen.compile.ops.sampling.triton import SamplingKernel, SamplingSpecs, sampling_specs
 from fastgen.compile.spec import KernelSpec, dtype_name
@@ -89,7 +97,7 @@ class TritonBackend(Backend):
     def slot_sampling(self, vocab_size: int, *, max_rows: int, sampled_ids: Tensor) -> SamplingKernel:
         """Returns the kernels that sample on the device by the parameters of each slot, into ``sampled_ids [S]``."""
         return SamplingKernel(
-            _sampling_specs(vocab_size),
+            self._sampling_specs(vocab_size),
             self.kernels.kernel,
             max_rows=max_rows,
             max_slots=len(sampled_ids),
@@ -99,43 +107,43 @@ class TritonBackend(Backend):
 
     def engine_specs(self, vocab_size: int) -> list[KernelSpec]:
         """Returns the sampler's kernels."""
-        sampling = _sampling_specs(vocab_size)
+        sampling = self._sampling_specs(vocab_size)
         return [sampling.scan, sampling.draw, sampling.choose]
 
-
-def _sampling_specs(vocab_size: int) -> SamplingSpecs:
-    return sampling_specs(vocab_size, num_top=min(MAX_LOGPROBS + 1, vocab_size), needed_by=("the sampler",))
+    def _sampling_specs(self, vocab_size: int) -> SamplingSpecs:
+        num_top = min(MAX_LOGPROBS + 1, vocab_size)
+        specs = sampling_specs(vocab_size, num_top=num_top, needed_by=("the sampler",))
+        return SamplingSpecs(*(overlapped(each, self.facts.arch) for each in (specs.scan, specs.draw, specs.choose)))
 
 
 @dataclass
 class TritonOps(Ops):
     """Makes ops of Triton kernels and the library. Attentions of one shape share a plan, and mixtures of as many
-    experts the lists of their choices. Quantized weights are dequantized into ``dequantized``, one layer's after the
-    other's, where the library multiplies by them."""
+    experts the lists of their choices."""
 
     backend: TritonBackend
     model: ModelShape
-    dequantized: Tensor = field(init=False)
     plans: dict[object, AttentionPlan] = field(default_factory=dict)
-    _workspaces: dict[int, Tensor] = field(default_factory=dict)
-    _splits: dict[tuple[FewRowShape, int], SplitK | None] = field(default_factory=dict)
     _tilings: dict[AttentionShape, tuple[Tiling, Tiling]] = field(default_factory=dict)
     _sorts: dict[tuple[int, int, int], SortKernel] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         model = self.model
-        self._kernel, self._arch = self.backend.kernels.kernel, self.backend.facts.arch
+        self._arch = self.backend.facts.arch
         self._dtype, self._device, self._dtype_name = model.dtype, model.device, dtype_name(model.dtype)
         self._weight_format = cast(WeightOnlyFormat | None, model.weight_format)
-        numel = model.max_quantized_numel if self._weight_format else 0
-        self.dequantized = torch.empty(numel, dtype=model.dtype, device=model.device)
+        backend = self.backend
+        self._linears = LinearKernels(self._kernel, backend.facts, backend.loader, model)
+
+    def _kernel(self, spec: KernelSpec) -> Kernel:
+        return self.backend.kernels.kernel(overlapped(spec, self._arch))
 
     def workspaces(self) -> list[Tensor]:
         """Returns dequantized weights, parts of split features, attention's plans and lists of experts' choices."""
         plans = [each for plan in self.plans.values() for each in vars(plan).values() if isinstance(each, Tensor)]
         tiles = [sort.tiles for sort in self._sorts.values()]
         choices = [tensor for each in tiles for tensor in (each.order, each.tiles, each.num_tiles)]
-        return [self.dequantized, *self._workspaces.values(), *plans, *choices]
+        return [*self._linears.workspaces(), *plans, *choices]
 
     def plan_step(self, cu_seqlens_q: Tensor, seq_lens: Tensor) -> None:
         """Fills the work lists of every plan for a step of these lengths."""
@@ -176,7 +184,31 @@ class TritonOps(Ops):
         return Positions(stored, offset, RowGatherKernel(self._kernel(gather)))
 
     def linear(self, shape: LinearShape) -> Linear:
-        kernel = self._linear_kernel(shape, self._weight_format)
+        return self._finished_linear(shape, None)
+
+    def linear_add_norm(
+        self,
+        linear: LinearShape,
+        norm: FeatureNorm,
+        scale: float | None = None,
+        *,
+        output_norm: FeatureNorm | None = None,
+    ) -> LinearAddNorm:
+        rows = norm.of_rows(self._dtype_name, residual=True, scale=1.0 if scale is None else scale)
+        finish, inner, needed_by = AddAndNorm(rows), None, norm.needed_by
+        if output_norm is not None:
+            finish, inner = AddAndNorm(rows, output_norm.of_rows(self._dtype_name)), self.norm(output_norm)
+            needed_by = output_norm.needed_by + needed_by
+        return LinearAddNorm(self._finished_linear(linear, finish, needed_by), inner, self.add_norm(norm, scale))
+
+    def activated_linear(self, linear: LinearShape, activation: ActivationShape) -> ActivatedLinear:
+        finish = Activate(activation.kind, activation.gated)
+        project = self._finished_linear(linear, finish, activation.needed_by)
+        return ActivatedLinear(project, self.activation(activation))
+
+    def _finished_linear(self, shape: LinearShape, finish: Finish | None, needed_by: tuple[str, ...] = ()) -> Linear:
+        """Returns linear layers whose kernels for few rows compute the op that follows, which recipe nodes need."""
+        kernel = self._linear_kernel(shape, self._weight_format, finish=finish, finish_needed_by=needed_by)
         return Linear(
             kernel,
             shape.in_features,
@@ -188,32 +220,17 @@ class TritonOps(Ops):
         )
 
     def _linear_kernel(
-        self, shape: LinearShape, weight_format: WeightOnlyFormat | None, out_dtype: str = ""
+        self,
+        shape: LinearShape,
+        weight_format: WeightOnlyFormat | None,
+        out_dtype: str = "",
+        *,
+        finish: Finish | None = None,
+        finish_needed_by: tuple[str, ...] = (),
     ) -> LinearKernel:
         sizes = (shape.total, shape.in_features, self._dtype_name, weight_format or "plain")
-        return self._few_row(FewRowShape(*sizes, bias=any(shape.biased), out_dtype=out_dtype), shape.needed_by)
-
-    def _few_row(self, shape: FewRowShape, needed_by: tuple[str, ...]) -> LinearKernel:
-        split_for = partial(self._split, shape)
-        return LinearKernel(
-            shape, self._kernel, self._workspace, split_for, dequantized=self.dequantized, needed_by=needed_by
-        )
-
-    def _split(self, shape: FewRowShape, num_rows: int) -> SplitK | None:
-        """Returns how a linear layer is cut. Layers are alike, so each shape is tuned once."""
-        key, loader = (shape, num_rows), self.backend.loader
-        if key not in self._splits:
-            self._splits[key] = (
-                default_split(shape, num_rows, self._arch, usual_num_sms(self._arch))
-                if loader is None
-                else tuned_split(shape, num_rows, loader, self._device)
-            )
-        return self._splits[key]
-
-    def _workspace(self, numel: int) -> Tensor:
-        if numel not in self._workspaces:
-            self._workspaces[numel] = torch.empty(numel, dtype=torch.float32, device=self._device)
-        return self._workspaces[numel]
+        few_row = FewRowShape(*sizes, bias=any(shape.biased), out_dtype=out_dtype)
+        return self._linears.kernel(few_row, shape.needed_by + finish_needed_by, finish)
 
     def norm(self, shape: FeatureNorm) -> fused.Norm:
         return fused.Norm(self._norm_kernel(shape), self._norm_weights(shape))
@@ -270,6 +287,26 @@ class TritonOps(Ops):
             q_norm=self._norm_weights(q_norm.norm) if q_norm else None,
             k_norm=self._norm_weights(k_norm.norm) if k_norm else None,
         )
+
+    def projected_attention(
+        self,
+        qkv: LinearShape,
+        shape: AttentionShape,
+        *,
+        rotary: RotaryShape | None = None,
+        q_norm: QkNorm | None = None,
+        k_norm: QkNorm | None = None,
+        alibi: Alibi | None = None,
+        between: Callable[[Tensor], None] | None = None,
+        needed_by: tuple[str, ...] = (),
+    ) -> ComposedAttention:
+        attend = self.attention(shape, rotary=rotary, q_norm=q_norm, k_norm=k_norm, alibi=alibi, needed_by=needed_by)
+        # A norm needs whole heads, or what other ranks have, and neighbours are taken in pairs.
+        if q_norm or k_norm or between or shape.head_dim % 2:
+            return ComposedAttention(self.linear(qkv), attend, between)
+        sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        finish = RotateAndWrite(*sizes) if rotary is None else RotateAndWrite(*sizes, rotary.dim, rotary.interleaved)
+        return ProjectedAttention(self._finished_linear(qkv, finish, needed_by), attend)
 
     def _attend(self, shape: AttentionShape, needed_by: tuple[str, ...]) -> AttentionKernel:
         max_num_seqs = self.backend.max_num_seqs
@@ -400,6 +437,6 @@ class TritonOps(Ops):
     def head(self, table: Table, shape: HeadShape) -> Head:
         stored = cast(StoredTable, table)
         sizes = (stored.num_rows, stored.size, self._dtype_name, stored.weight_format or "plain")
-        kernel = self._few_row(FewRowShape(*sizes, out_dtype="fp32"), shape.needed_by)
+        kernel = self._linears.kernel(FewRowShape(*sizes, out_dtype="fp32"), shape.needed_by)
         bias = empty_parameter(stored.num_rows, dtype=torch.float32, device=self._device) if shape.biased else None
         return Head(stored, kernel, bias=bias, scale=shape.scale, softcap=shape.softcap)

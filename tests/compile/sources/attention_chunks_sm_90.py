@@ -1,8 +1,9 @@
-# attention(kind=chunks, N=4, K=2, D=64, DV=64, P=16, dtype=bf16, softcap=50.0, sinks=False, block_m=128, block_n=64, d_high=64, v_high=64, v_is_k=False, ahead=False, persistent=True, v_stride=64, q_stride=512, scale=0.125, num_warps=8, num_stages=5, maxnreg=255) for triton
+# attention(kind=chunks, N=4, K=2, D=64, DV=64, P=16, dtype=bf16, softcap=50.0, sinks=False, block_m=128, block_n=64, d_high=64, v_high=64, v_is_k=False, ahead=False, persistent=True, v_stride=64, q_stride=512, scale=0.125, num_warps=8, num_stages=5, maxnreg=255, launch_pdl=True) for triton
 # gemma2 on sm_90, weights in bf16
 # num_warps=8
 # num_stages=5
 # maxnreg=255
+# launch_pdl=True
 # q: in bf16
 # k_cache: in bf16
 # v_cache: in bf16
@@ -87,6 +88,8 @@ def attend(
 @triton.jit(do_not_specialize=['max_blocks'])
 def attention_chunks_n4_k2_d64_dv64_p16_bf16_softcap50_0_block_m128_block_n64_d_high64_v_high64_persistent_v_stride64_q_stri(q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, cu_seqlens_q_ptr, seq_lens_ptr, chunk_tiles_ptr, counts_ptr, out_ptr, max_blocks):
     """Attention of prompt chunks: a program takes query tiles and KV heads in turn, the longest first."""
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
     # What does not change between tiles is computed for each: kept in registers, it would leave the inner loop too few.
     for passed in tl.range(0, tl.load(counts_ptr) * K - program, tl.num_programs(0), disable_licm=True):

@@ -108,9 +108,12 @@ def join(
         first = part // PARTS * PARTS
         count = tl.minimum(num_parts - first, PARTS)
         program = first_program + first * apart
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrival_ptr + program * K, 1, sem="acq_rel", scope="gpu")
-        if arrived % count == count - 1:
+        # A part that is alone has nobody to wait for. Its counter may be another query tile's, which begins here.
+        is_last = count == 1
+        if count > 1:
+            tl.debug_barrier()
+            is_last = tl.atomic_add(arrival_ptr + program * K, 1, sem="acq_rel", scope="gpu") % count == count - 1
+        if is_last:
             num_parts = (num_parts + PARTS - 1) // PARTS
             each = tl.arange(0, PARTS)
             slot = (program + each * apart) * 2 + (first + each == 0).to(tl.int32)

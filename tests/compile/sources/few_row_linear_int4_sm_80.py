@@ -1,4 +1,4 @@
-# few_row_linear(OUT=1024, IN=256, dtype=bf16, weight=int4_weight_only, bias=False, out_dtype=bf16, block_m=16, block_n=64, block_k=128, splits=1, share=2, num_warps=4, num_stages=4) for triton
+# few_row_linear(OUT=1024, IN=256, dtype=bf16, weight=int4_weight_only, bias=False, out_dtype=bf16, block_m=16, block_n=64, block_k=128, splits=1, share=2, finish=activate, kind=silu, gated=True, num_warps=4, num_stages=4) for triton
 # llama on sm_80, weights in int4_weight_only
 # num_warps=4
 # num_stages=4
@@ -28,15 +28,21 @@ def dequantize(codes, scale):
 
 
 @triton.jit(do_not_specialize=['num_rows'])
-def few_row_linear_out1024_in256_bf16_int4_weight_only_bf16_block_m16_block_n64_block_k128_splits1_share2(x_ptr, weight_ptr, scale_ptr, out_ptr, num_rows):
+def few_row_linear_out1024_in256_bf16_int4_weight_only_bf16_block_m16_block_n64_block_k128_splits1_share2_activate_silu_gate(x_ptr, weight_ptr, scale_ptr, out_ptr, num_rows):
     """x [num_rows, IN] times weights [OUT, IN]: a grid of [16, 1].
 
+    Of the sums act(gate) * up is stored, act is silu.
     Weights are the left operand: of it tensor cores want many rows, and may take it from registers, where it is widened.
     """
-    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # In the first half the first outputs of pairs, in the other the second ones. Pairs behind the last repeat it.
+    pair = tl.program_id(0) * 32 + tl.arange(0, BLOCK_N) % 32
+    first_output = pair  # of the gate
+    distance = 512
+    output = first_output + tl.arange(0, BLOCK_N) // 32 * distance
     row = tl.arange(0, BLOCK_M)
-    # Rows and outputs behind the last repeat it, and are not stored.
-    x_row_ptr = x_ptr + tl.minimum(row, num_rows - 1)[None, :] * IN
+    # Rows behind the last are zeros, without a request to memory. Outputs behind the last repeat it, and are not stored.
+    is_row = (row < num_rows)[None, :]
+    x_row_ptr = x_ptr + row[None, :] * IN
     # A group of 32 features has 16 bytes: in their low halves features 0 to 15, in the high ones 16 to 31.
     byte = tl.arange(0, BLOCK_K // 2)
     feature = byte // 16 * 32 + byte % 16
@@ -49,10 +55,19 @@ def few_row_linear_out1024_in256_bf16_int4_weight_only_bf16_block_m16_block_n64_
         group = tl.arange(0, BLOCK_K // 32) + step * (BLOCK_K // 32)
         codes = tl.load(weight_row_ptr + at_byte[None, :])
         scale = tl.load(scale_row_ptr + group[None, :]).to(tl.float32)
-        x_low = tl.load(x_row_ptr + at[:, None])
-        x_high = tl.load(x_row_ptr + at[:, None] + 16)
+        x_low = tl.load(x_row_ptr + at[:, None], is_row, 0.0)
+        x_high = tl.load(x_row_ptr + at[:, None] + 16, is_row, 0.0)
         sums = tl.dot(dequantize((codes & 15).to(tl.int8), scale), x_low, sums, input_precision="ieee")
         sums = tl.dot(dequantize((codes >> 4).to(tl.int8), scale), x_high, sums, input_precision="ieee")
     out_row = row.to(tl.int64)
-    stored = (row < num_rows)[None, :]
-    tl.store(out_ptr + out_row[None, :] * OUT + output[:, None], sums.to(tl.bfloat16), stored)
+    first, second = tl.split(tl.permute(tl.reshape(sums, [2, 32, BLOCK_M]), [1, 2, 0]))
+    pair = (tl.program_id(0) * 32 + tl.arange(0, 32))[:, None]
+    first_output = pair  # of the gate
+    distance = 512
+    row = out_row[None, :]
+    stored = (row < num_rows)
+    first = first.to(tl.bfloat16).to(tl.float32)
+    second = second.to(tl.bfloat16).to(tl.float32)
+    activated = first * tl.sigmoid(first)
+    activated = activated.to(tl.bfloat16).to(tl.float32)
+    tl.store(out_ptr + row * 512 + pair, (activated * second).to(tl.bfloat16), stored)

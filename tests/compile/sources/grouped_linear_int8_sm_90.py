@@ -1,7 +1,8 @@
-# grouped_linear(in_features=256, out_features=1024, dtype=bf16, gathers=True, scatters=False, bias=False, top_k=2, block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4) for triton
+# grouped_linear(in_features=256, out_features=1024, dtype=bf16, gathers=True, scatters=False, bias=False, top_k=2, block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4, launch_pdl=True) for triton
 # mixtral on sm_90, weights in int8_weight_only
 # num_warps=8
 # num_stages=4
+# launch_pdl=True
 # x: in bf16
 # weight: in bf16
 # order: in i32
@@ -24,6 +25,8 @@ COLUMN_TILES = tl.constexpr(8)
 @triton.jit
 def grouped_linear_in_features256_out_features1024_bf16_gathers_top_k2_block_m128_block_n128_block_k64(x_ptr, weight_ptr, order_ptr, tiles_ptr, num_tiles_ptr, out_ptr):
     """One tile of rows, all of one expert, by BLOCK_N of its outputs."""
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
     tile = tl.program_id(0) // COLUMN_TILES
     if tile >= tl.load(num_tiles_ptr):
         return

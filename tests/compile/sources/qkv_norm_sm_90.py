@@ -1,6 +1,7 @@
-# qkv(N=4, K=2, D=64, dtype=bf16, R=64, interleaved=False, in_place=True, q_norm=rms, q_over=head, q_per_head=False, q_weight=True, q_bias=False, q_eps=1e-06, k_norm=rms, k_over=head, k_per_head=False, k_weight=True, k_bias=False, k_eps=1e-06, q_block=4, k_block=2, v_block=2, q_tiles=1, k_tiles=1, tiles=3, num_warps=1) for triton
+# qkv(N=4, K=2, D=64, dtype=bf16, R=64, interleaved=False, in_place=True, q_norm=rms, q_over=head, q_per_head=False, q_weight=True, q_bias=False, q_eps=1e-06, k_norm=rms, k_over=head, k_per_head=False, k_weight=True, k_bias=False, k_eps=1e-06, q_block=4, k_block=2, v_block=2, q_tiles=1, k_tiles=1, tiles=3, num_warps=1, launch_pdl=True) for triton
 # qwen3 on sm_90, weights in bf16
 # num_warps=1
+# launch_pdl=True
 # qkv: out bf16
 # q_norm_weight: in bf16
 # k_norm_weight: in bf16
@@ -26,6 +27,8 @@ def qkv_n4_k2_d64_bf16_r64_in_place_rms_head_q_weight_q_eps1e_06_rms_head_k_weig
 
     qkv [T, N + 2K, D]; a slot of the caches [K, D].
     """
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     token_ptr = qkv_ptr + token * ((N + 2 * K) * D)

@@ -75,6 +75,10 @@ class Attention(nn.Module):
         given = {} if cos_sin is None else {"cos_sin": cos_sin}
         given |= named_weights("q_norm", self.q_norm) | named_weights("k_norm", self.k_norm)
         self._prepare(qkv, positions, cache.k, cache.v, cache.slots, **given)
+        return self.attend(qkv, cache)
+
+    def attend(self, qkv: Tensor, cache: PagedView) -> Tensor:
+        """Attends, where queries are prepared and keys and values are in the cache: ``[T, N, Dv]``."""
         q = qkv.view(len(qkv), -1, self.head_dim)[:, : self.num_heads]
         mixed = q.new_empty(q.shape)
         self._attend(q, cache.k, cache.v, cache.block_tables, cache.cu_seqlens_q, cache.seq_lens, mixed)
@@ -124,7 +128,7 @@ class LatentAttention(nn.Module):
         return out
 
 
-def named_weights(prefix: str, norm: NormParameters | None) -> dict[str, Tensor]:
+def named_weights(prefix: str, norm: NormParameters | Norm | None) -> dict[str, Tensor]:
     """Returns the weights of a norm by the names of a kernel's arguments."""
     found = {} if norm is None else {"weight": norm.weight, "bias": norm.bias}
     return {f"{prefix}_{name}": each for name, each in found.items() if each is not None}

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fastgen.compile.backends.modules import composed, fused
+from fastgen.compile.backends.modules.paged_view import PagedView
 from fastgen.compile.backends.modules.stored import StoredGroups, StoredHeadMaps, StoredLinear, StoredTable
 from fastgen.compile.capture.recording import library_call
 from fastgen.compile.ops.activation.triton import ActivationKernel
@@ -76,6 +78,65 @@ class Linear(StoredLinear):
         self._kernel(x, self.weight, self.bias, out)
         return out
 
+    def finishes(self, x: Tensor) -> bool:
+        """Returns whether kernels compute the layer of ``x`` and the op that follows at once."""
+        return self._kernel.finishes(len(x))
+
+    def finish(self, x: Tensor, out: Tensor, **others: Tensor) -> None:
+        """Computes the layer and the op that follows it into ``out``; ``others`` are what the op takes beside."""
+        self._kernel.finish(x, self.weight, self.bias, out, **others)
+
+
+class ActivatedLinear(composed.ActivatedLinear):
+    """An activation of a linear layer's outputs, which kernels for few rows compute at once."""
+
+    linear: Linear
+
+    def __init__(self, linear: Linear, activation: Activation):
+        super().__init__(linear, activation)
+        self._num_features = activation.num_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.linear.finishes(x):
+            return super().forward(x)
+        out = x.new_empty(len(x), self._num_features)
+        self.linear.finish(x, out)
+        return out
+
+
+class LinearAddNorm(composed.LinearAddNorm):
+    """Adds a linear layer's output to a residual stream in place and norms the sum, all by the layer's last kernel
+    where that has whole rows."""
+
+    def __init__(self, linear: Linear, output_norm: fused.Norm | None, add_norm: fused.AddNorm):
+        super().__init__(linear, output_norm, add_norm)
+        self._finishes, self._finish = linear.finishes, linear.finish
+        self._norms = {"first_norm": output_norm, "norm": add_norm.norm}
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._finishes(y):
+            return super().forward(x, y)
+        out = torch.empty_like(x)
+        weights = [fused.named_weights(*each) for each in self._norms.items()]
+        self._finish(y, out, residual=x, **weights[0], **weights[1])
+        return x, out
+
+
+class ProjectedAttention(composed.ProjectedAttention):
+    """The projection and attention. Kernels of the projection for few rows rotate, and write keys and values too."""
+
+    qkv: Linear
+    attention: fused.Attention
+
+    def forward(self, x: Tensor, cos_sin: Tensor | None, positions: Tensor, cache: PagedView) -> Tensor:
+        if not self.qkv.finishes(x):
+            return super().forward(x, cos_sin, positions, cache)
+        qkv = x.new_empty(len(x), self.qkv.total)
+        others = {"positions": positions, "k_cache": cache.k, "v_cache": cache.v, "slots": cache.slots}
+        others |= {} if cos_sin is None else {"cos_sin": cos_sin}
+        self.qkv.finish(x, qkv, **others)
+        return self.attention.attend(qkv, cache)
+
 
 class Add:
     """Adds ``scale * y`` to ``x`` in place, by the library."""
@@ -93,11 +154,11 @@ class Activation:
     """``act(x)`` or ``act(gate) * up``, to ``num_features`` outputs."""
 
     def __init__(self, kernel: ActivationKernel, num_features: int):
-        self._kernel, self._num_features = kernel, num_features
+        self._kernel, self.num_features = kernel, num_features
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x [T, F]``, or ``[T, 2F]`` with the gate in the first half; returns ``[T, F]``."""
-        out = x.new_empty(len(x), self._num_features)
+        out = x.new_empty(len(x), self.num_features)
         self._kernel(x, out)
         return out
 

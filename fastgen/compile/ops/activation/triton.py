@@ -31,13 +31,12 @@ def activation_spec(
     width = num_features * (2 if gated else 1)
     if x_stride and x_stride < width:
         raise ValueError(f"x_stride={x_stride}: rows of {width} features would overlap")
-    function = ACTIVATIONS[kind]
     block = min(_BLOCK, max(32, power_of_2(num_features)))
     return KernelSpec(
         "activation",
         "triton",
         {
-            "kind": next(name for name, other in ACTIVATIONS.items() if other is function),
+            "kind": function_name(kind),
             "gated": gated,
             "F": num_features,
             "dtype": dtype,
@@ -49,6 +48,11 @@ def activation_spec(
         {"num_warps": max(1, block // 256)},
         needed_by=needed_by,
     )
+
+
+def function_name(kind: str) -> str:
+    """Returns the first name of an activation's function, by which templates know it."""
+    return next(name for name, other in ACTIVATIONS.items() if other is ACTIVATIONS[kind])
 
 
 class ActivationKernel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from fastgen.compile.build.autotune import Way
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.ops.linear.tiling import FewRowShape, SplitK, candidate_splits, usual_num_sms
 from fastgen.compile.ops.linear.triton import FewRowKernel, FewRowSpecs, LinearKernel, dequantize_spec, few_row_specs
+from fastgen.compile.ops.overlap import overlapped
 from fastgen.compile.spec import torch_dtype
 from fastgen.compile.weights.quantized import QuantizedWeight, quantized
 
@@ -30,6 +32,11 @@ def tuned_split(shape: FewRowShape, num_rows: int, loader: KernelLoader, device:
     ways = []
     for split in splits:
         specs = few_row_specs(shape, num_rows, split)
+        specs = replace(
+            specs,
+            main=overlapped(specs.main, arch),
+            reduce=None if specs.reduce is None else overlapped(specs.reduce, arch),
+        )
         kernels = (specs.main,) if specs.reduce is None else (specs.main, specs.reduce)
         start = partial(_start_kernels, shape, num_rows, specs, loader, device)
         ways.append(Way({"by": "kernel", **vars(split)}, kernels, start))

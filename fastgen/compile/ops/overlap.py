@@ -1,0 +1,31 @@
+"""Kernels that overlap: one starts while the ones before it on the stream end, and waits for what it needs of them.
+
+NVIDIA calls it programmatic dependent launch; GPUs have it from Hopper on. The programs of a kernel let the next one
+start (``griddepcontrol.launch_dependents``) as soon as all of them are running. Its programs take what room there is,
+and wait (``griddepcontrol.wait``) until the kernels before have ended and all that they wrote can be seen. What lies
+before the wait may read nothing that other kernels write: weights, for instance, which linear layers bring to the cache
+there. Since each kernel waits before it ends, the end of one is the end of all before it. A kernel without the option,
+or a library's, starts when all before it have ended.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+
+from fastgen.compile.render import can_wait
+from fastgen.compile.spec import KernelSpec
+
+_FIRST = 90  # compute capability 9.0
+
+
+def overlapped(spec: KernelSpec, arch: str) -> KernelSpec:
+    """Returns the kernel as it is launched on ``arch``: overlapping, if that GPU and the kernel's template can.
+
+    ``FASTGEN_OVERLAP=0`` in the environment turns it off.
+    """
+    capability = re.fullmatch(r"sm_(\d+)", arch)
+    if capability is None or int(capability[1]) < _FIRST or os.environ.get("FASTGEN_OVERLAP") == "0":
+        return spec
+    return replace(spec, options={**spec.options, "launch_pdl": True}) if can_wait(spec) else spec
