@@ -154,7 +154,7 @@ int main() {
     fastgen_set_num_threads(3);
     for (int64_t num_groups : {1, 3}) {
         for (int64_t num_rows : {1, 2, 5, 12, 13, 25, 101}) {
-            for (int64_t in_features : {1, 33, 130, 2100}) {
+            for (int64_t in_features : {1, 33, 130, 1024, 2100}) {
                 for (int64_t out_features : {1, 16, 33, 200}) run(num_rows, in_features, out_features, num_groups);
             }
         }
