@@ -476,10 +476,10 @@ static void multiply_part(const Call& call, const Part& part) {
                 at.prefetch_part(j, num_together);
                 take_rows(call, part.row + tiles.begin(t + j), tiles.size(t + j), at, copies, x + j);
             }
-            // Meanwhile the rows that come next are fetched: all rows of the call may be too many for the second cache.
+            // Meanwhile the rows to be copied next are fetched: all of them may be too many for the second cache.
             const bool is_last = t + num_together == tiles.count;
             const int64_t next_t = is_last ? 0 : t + 1, next_k = is_last ? k + num_k : k;
-            const bool fetches = num_together == 1 && part.num_rows > MAX_R && next_k < part.k_end;
+            const bool fetches = copies && num_together == 1 && part.num_rows > MAX_R && next_k < part.k_end;
             const Parts shares = {tiles.size(next_t), part.end - part.begin};
             for (int64_t i = part.begin; i < part.end; ++i) {
                 if (fetches) {
