@@ -35,6 +35,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # stands before every import of it.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Which kernels serve bf16 would follow from a measurement, and so might differ from run to run.
+os.environ.setdefault("FASTGEN_AUTOTUNE", "0")
+
 # Kernels for a matrix unit are run on CPUs without one too: its instructions are emulated there.
 if (cpu_info := Path("/proc/cpuinfo")).exists() and "amx_bf16" not in cpu_info.read_text(encoding="utf-8"):
     os.environ["FASTGEN_EMULATE_AMX"] = "1"

@@ -182,7 +182,7 @@ def llama_engine(
     """Returns an engine of that model, whose KV cache has room for ``kv_tokens``. Raises what building one raises."""
     spec = llama_spec(shape)
     per_token = spec.kv_bytes_per_token(shape.dtype.itemsize)
-    described = ModelBuild(spec, shape.dtype, target_facts(target, device, num_threads=None))
+    described = ModelBuild(spec, shape.dtype, target_facts(target, device, num_threads=None, dtype=shape.dtype))
     memory = MemoryModel(described, device)
     options = LoadOptions(
         "a Llama with random weights",
@@ -200,7 +200,7 @@ def llama_engine(
         TextCodec(None, eos_token_ids=frozenset(), default_sampling=SamplingParams()),
         device.torch_device,
         choose_backend(
-            target,
+            described.target,
             device,
             token_budget=config.token_budget,
             max_num_seqs=config.max_num_seqs,

@@ -119,10 +119,13 @@ def render(found: dict[str, Any], name: str) -> str:
         f" `python -m benchmarks.quality.quantization --render {name}`.",
         "",
         '`bf16` is `dtype="bfloat16"`. The other formats are `quantize=` over fp32. On `cpp` activations between'
-        " matrices are fp32, whatever the dtype. If weights are in bf16 and the CPU has bf16 dots (instruction sets"
-        " `amx` and `avx512bf16`), inputs of matrices and attention are rounded to bf16, except for routers and latent"
-        " attention. Other CPUs widen the weights. The matrix unit of `amx` takes denormal numbers for zero and adds"
-        " the products of bf16 in another order than `avx512bf16`: errors are of the same size, and bits differ."
+        " matrices are fp32, whatever the dtype. If weights are in bf16 and kernels are built for `amx` or"
+        " `avx512bf16`, inputs of matrices and attention are rounded to bf16, except for routers and latent"
+        " attention. Kernels for other instruction sets widen the weights and round nothing. A CPU with bf16 dots"
+        " and without a matrix unit takes `avx512bf16` or `avx512vnni`, whichever it [measures as the"
+        " faster](kernels.md#products-of-bf16); `fastgen info` says which, and `FASTGEN_CPP_ARCH` in the environment"
+        " pins it. The matrix unit of `amx` takes denormal numbers for zero and adds the products of bf16 in another"
+        " order than `avx512bf16`: errors are of the same size, and bits differ."
         " Layers in `int8` and `int4` have the same bits on both.",
         "",
         "| `quantize=` | weights | activations | `target=` |",

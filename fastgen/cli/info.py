@@ -85,10 +85,22 @@ def _device_facts(name: str) -> dict[str, Any]:
     }
     if device.kind == "cpu":
         sets = list(device.instruction_sets)
-        units = {"kernels_for": cpp_arch(device), "matrix_unit": _matrix_unit(device)}
+        units = {"kernels_for": cpp_arch(device), "matrix_unit": _matrix_unit(device), "bf16": _bf16(device)}
         return {**facts, "cores": device.num_cores, "instruction_sets": sets, **units}
     assert device.capability is not None
     return {**facts, "capability": "{}.{}".format(*device.capability), "sms": device.num_sms}
+
+
+def _bf16(device: Device) -> str | None:
+    """Returns the instruction set of kernels in bf16, and why it is that; ``None`` where the CPU has no choice."""
+    from fastgen.compile.ops.linear.bf16_tuning import bf16_choice
+    from fastgen.errors import CompilerNotFoundError
+
+    try:
+        choice = bf16_choice(device)
+    except CompilerNotFoundError:
+        return None
+    return None if choice is None else f"{choice.arch} ({choice.reason})"
 
 
 def _matrix_unit(device: Device) -> str | None:
@@ -133,7 +145,7 @@ def _build(load_options: LoadOptions, source: ModelSource) -> ModelBuild:
 
     device, quantize = current(load_options.device), load_options.quantize
     num_threads = threads_of_rank(load_options, device)
-    target = target_facts(load_options.target, device, num_threads=num_threads, quantize=quantize)
+    target = target_facts(load_options.target, device, num_threads=num_threads, dtype=source.dtype, quantize=quantize)
     return ModelBuild(source.spec, source.dtype, target, parse_quantize(quantize, target.name))
 
 

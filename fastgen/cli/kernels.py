@@ -152,7 +152,7 @@ def tuned_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the choices that were measured on GPUs and kept in the cache."""
+    """List the choices that were measured on GPUs and on this CPU, and kept in the cache."""
     from fastgen.compile.build import tuned
     from fastgen.compile.build.cache import KernelCache
 
@@ -195,6 +195,7 @@ def _needed(
     """Returns a loader for ``target``, the kernels that the model needs there, and what a bundle of them is about.
     ``device`` names the GPU whose tuned choices are taken.
     """
+    from fastgen.compile.backends.choose import arch_for
     from fastgen.compile.build.loader import KernelLoader, make_builder, target_of
     from fastgen.compile.build.tuned import tuning_for
     from fastgen.compile.host.device import current
@@ -203,10 +204,13 @@ def _needed(
     from fastgen.runtime.model_source import ModelSource
     from fastgen.runtime.targets import bundle_flags, parse_quantize
 
-    loader = KernelLoader(make_builder(target_of(current()) if target is None else target))
+    source = ModelSource.open(load_options)
+    if target is None:
+        here = current()
+        target = arch_for(here, source.dtype) if here.kind == "cpu" else target_of(here)
+    loader = KernelLoader(make_builder(target))
     if device is not None:
         loader.tuning = tuning_for(device, loader)
-    source = ModelSource.open(load_options)
     weight_format = parse_quantize(load_options.quantize, loader.builder.target)
     kind: Literal["cpu", "cuda"] = "cuda" if loader.builder.is_for_gpu else "cpu"
     block_size, max_num_seqs = load_options.block_size or DEFAULT_BLOCK_SIZE[kind], load_options.max_num_seqs

@@ -64,7 +64,6 @@ def start_team(
     described: ModelBuild,
     config: EngineConfig,
     device: Device,
-    target: str,
     num_threads: int | None,
     ledger: Ledger,
 ) -> Team:
@@ -77,7 +76,6 @@ def start_team(
             config=config,
             checkpoint=source.checkpoint,
             device=device,
-            target=target,
             num_threads=num_threads,
             activation_bytes=ledger.size_bytes("activations"),
         )

@@ -42,9 +42,11 @@ def load(options: LoadOptions) -> LLM:
         name,
         device,
         num_threads=num_threads,
+        dtype=source.dtype,
         sealed=options.sealed is not False,
         sealed_arch=sealed_arch,
         quantize=options.quantize,
+        measures=True,
     )
     weight_format = parse_quantize(options.quantize, facts.name)
     spec = shard(source.spec, Rank(0, options.tensor_parallel), weight_format)
@@ -57,7 +59,7 @@ def load(options: LoadOptions) -> LLM:
     about = bundle_flags(options, source.dtype, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
     bundle = sealed_loader(options, source.directory, device, about)
     backend = choose_backend(
-        name,
+        facts,
         device,
         token_budget=config.token_budget,
         max_num_seqs=config.max_num_seqs,
@@ -68,7 +70,7 @@ def load(options: LoadOptions) -> LLM:
     ledger = memory.ledger(config)
     team = None
     if options.tensor_parallel > 1:
-        team = start_team(source, described, config, device, facts.name, num_threads, ledger)
+        team = start_team(source, described, config, device, num_threads, ledger)
         backend.ranks = team.own_ranks
     with devices.being_current(device.torch_device), ending_on_error(team):
         engine = build_engine(

@@ -18,6 +18,7 @@ from fastgen.compile.backends import choose
 from fastgen.compile.build.cpp import cpp_arch
 from fastgen.compile.host import device
 from fastgen.compile.host.device import current
+from fastgen.compile.ops.linear.bf16_tuning import bf16_choice
 from fastgen.errors import (
     CompilerNotFoundError,
     FastgenError,
@@ -37,6 +38,8 @@ def test_versions_and_device(run) -> None:
     assert facts["versions"]["torch"] == version("torch")
     cpu = current("cpu")
     assert 0 < facts["device"].pop("free_memory_bytes") <= cpu.memory_bytes
+    choice = bf16_choice(cpu)
+    assert facts["device"].pop("bf16") == (choice and f"{choice.arch} ({choice.reason})")
     assert facts["device"] == {
         "device": "cpu",
         "name": cpu.name,

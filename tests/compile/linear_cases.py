@@ -118,7 +118,7 @@ static void run(int64_t num_rows, int64_t in_features, int64_t out_features, int
     uint8_t* weights = exactly<uint8_t>(num_panels * num_steps * PANEL_BYTES_PER_STEP);
     float *scale = exactly<float>(num_panels * PANEL), *bias = exactly<float>(num_panels * PANEL);
     const int64_t most_k = HAS_TILES ? in_features + UNIT - 1 : in_features;
-    const int64_t row_bytes = K_STEP == 2 ? 2 * most_k + 2 : (most_k / 32 + 1) * 40;
+    const int64_t row_bytes = K_STEP == 2 ? X_PARTS * (2 * most_k + 2) : (most_k / 32 + 1) * 40;
     const int64_t prepared_rows = !HAS_TILES ? x_rows : (ROUTED ? y_rows : x_rows) + 15;
     uint8_t* workspace = exactly<uint8_t>(prepared_rows * (row_bytes + 128));
     int64_t *order = exactly<int64_t>(y_rows), *first_rows = exactly<int64_t>(num_groups + 1);
@@ -136,7 +136,7 @@ int main() {
     fastgen_set_num_threads(3);
     for (int64_t num_groups : {1, 3}) {
         for (int64_t num_rows : {1, 2, 5, 12, 13, 25, 101}) {
-            for (int64_t in_features : {1, 33, 130, 2100}) {
+            for (int64_t in_features : {1, 33, 130, 1024, 2100}) {
                 for (int64_t out_features : {1, 16, 33, 200}) run(num_rows, in_features, out_features, num_groups);
             }
         }
@@ -151,6 +151,8 @@ def sanitize(spec: KernelSpec, directory: Path) -> None:
     arguments, tiles = ", ".join(argument.name for argument in spec.arguments), spec.parameters["tiles"]
     main = SANITIZED.replace("CALL", f"{spec.name}({arguments})").replace("HAS_TILES", "true" if tiles else "false")
     main = main.replace("UNIT", str(tiles or "K_STEP"))
+    if not tiles:
+        main = main.replace("X_PARTS", "1")
     (directory / "pool.cpp").write_text(render(thread_pool_spec()))
     (directory / "main.cpp").write_text(
         '#include <cstdio>\n#include <type_traits>\nextern "C" int fastgen_set_num_threads(int);\n'

@@ -7,7 +7,7 @@ from collections.abc import Generator
 import pytest
 import torch
 
-from fastgen.compile.backends.choose import choose_backend
+from fastgen.compile.backends.choose import choose_backend, target_facts
 from fastgen.compile.host.device import Device, current
 
 H200 = Device("cuda", "NVIDIA H200", 141 << 30, index=0, capability=(9, 0), num_sms=132)
@@ -33,11 +33,13 @@ def reduced_precision() -> Generator[None]:
 @pytest.mark.usefixtures("reduced_precision")
 @pytest.mark.parametrize("target", ["auto", "triton", "torch"])
 def test_on_a_gpu_the_library_accumulates_in_fp32_whatever_the_target(target: str) -> None:
-    choose_backend(target, H200, token_budget=8, max_num_seqs=2, max_prompt_rows=8, num_threads=None)
+    facts = target_facts(target, H200, num_threads=None)
+    choose_backend(facts, H200, token_budget=8, max_num_seqs=2, max_prompt_rows=8, num_threads=None)
     assert [getattr(torch.backends.cuda.matmul, name) for name in SETTINGS] == [False, False, False]
 
 
 @pytest.mark.usefixtures("reduced_precision")
 def test_on_a_cpu_that_setting_is_left_alone() -> None:
-    choose_backend("torch", current("cpu"), token_budget=8, max_num_seqs=2, max_prompt_rows=8, num_threads=None)
+    facts, cpu = target_facts("torch", current("cpu"), num_threads=None), current("cpu")
+    choose_backend(facts, cpu, token_budget=8, max_num_seqs=2, max_prompt_rows=8, num_threads=None)
     assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction

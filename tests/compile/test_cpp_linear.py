@@ -127,6 +127,20 @@ def test_rows_may_lie_anywhere(make: Layer) -> None:
 
 
 @by_kernel
+def test_rows_whose_distance_is_a_multiple_of_a_page_have_the_same_bits(make: Layer) -> None:
+    """Where rows would share sets of the first cache, they are copied together."""
+    for in_features in (1024, 1100):
+        x, weight, bias = draw(7, 61, 45, in_features)
+        packed, aligned = make.pack(weight, bias), torch.full((61, 2048), torch.nan)
+        aligned[:, :in_features] = x
+        for num_rows in (1, 12, 13, 61):
+            out = torch.full((num_rows, 45), torch.nan)
+            make.kernel(aligned[:num_rows, :in_features], packed, out)
+            apart = torch.cat([x, torch.full((61, 3), torch.nan)], dim=1)[:num_rows, :in_features]
+            assert torch.equal(out, make.run(apart, packed)), (in_features, num_rows)
+
+
+@by_kernel
 def test_heads_have_weights_of_their_own(make: Layer, pool: ThreadPool) -> None:
     """Each head gets the bits that it would alone, with its part of rows that lie apart."""
     for case, (num_rows, num_heads, out_features, in_features) in enumerate(

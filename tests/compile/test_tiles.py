@@ -131,11 +131,17 @@ def test_what_the_hardware_would_trap_ends_the_process(library: Path) -> None:
 
 
 @HAS_TILES
-@pytest.mark.parametrize("num_rows", [1, 4, 5, 16, 17, 40])
-def test_a_layer_has_the_bits_of_the_definition(num_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("weight_format", "num_rows"),
+    [*(("bf16_dot", count) for count in (1, 4, 5, 16, 17, 40)), *(("bf16", count) for count in (1, 2, 3, 17, 40))],
+)
+def test_a_layer_has_the_bits_of_the_definition(weight_format: WeightFormat, num_rows: int) -> None:
     """By vectors where rows are few, else by tiles: numbers of all sizes, and those that count as zero."""
     generator = torch.Generator().manual_seed(num_rows)
-    layer, sizes = Layer("amx", "bf16_dot"), {"ordinary": (0, 0), "near the smallest": (-66, -60), "tiny": (-80, -50)}
+    layer, sizes = (
+        Layer("amx", weight_format),
+        {"ordinary": (0, 0), "near the smallest": (-66, -60), "tiny": (-80, -50)},
+    )
     for kind, (low, high) in sizes.items():
         for out_features, in_features in ((33, 70), (64, 32), (5, 610)):
             x, weight = (torch.randn(n, in_features, generator=generator) for n in (num_rows, out_features))
@@ -143,8 +149,43 @@ def test_a_layer_has_the_bits_of_the_definition(num_rows: int) -> None:
                 numbers *= 2.0 ** torch.randint(low, high + 1, numbers.shape, generator=generator)
             bias = torch.randn(out_features, generator=generator) * 2.0 ** (2 * low)
             found = layer.run(x, layer.pack(weight, bias)).numpy()
-            expected = tile.linear(x.numpy(), weight.numpy(), bias.numpy())
+            parts = tile.cut(x.numpy()) if weight_format == "bf16" else [tile.rounded(x.numpy())]
+            expected = tile.linear(parts, weight.numpy(), bias.numpy())
             assert (found.view(np.int32) == expected.view(np.int32)).all(), (kind, out_features, in_features)
+
+
+@HAS_TILES
+@pytest.mark.parametrize("in_features", [512, 2048, 4992])
+@pytest.mark.parametrize("spread", [0.0, 1.5])
+def test_rows_in_three_parts_are_as_exact_as_products_in_fp32(in_features: int, spread: float) -> None:
+    """Against sums in fp64, beside vectors that widen the same weights and add in fp32: normal and log-normal rows."""
+    generator = torch.Generator().manual_seed(in_features)
+    x, weight = (torch.randn(count, in_features, generator=generator) for count in (19, 64))
+    x *= (spread * torch.randn(x.shape, generator=generator)).exp()
+    exact = x.double() @ weight.bfloat16().double().T
+    found = {arch: (each := Layer(arch, "bf16")).run(x, each.pack(weight)) for arch in ("amx", "avx512vnni")}
+    errors = {arch: float((each - exact).square().mean().sqrt()) for arch, each in found.items()}
+    assert errors["amx"] <= 0.7 * errors["avx512vnni"]
+    num_additions = 3 * in_features / 32  # to a sum
+    assert errors["amx"] < 0.5 * 2.0**-24 * num_additions**0.5 * float(exact.square().mean().sqrt())
+    alone = Layer("amx", "bf16")
+    assert torch.equal(torch.cat([alone.run(row[None], alone.pack(weight)) for row in x[:3]]), found["amx"][:3])
+
+
+@HAS_TILES
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_the_largest_numbers_and_what_is_not_finite_are_cut_as_in_fp32(num_rows: int) -> None:
+    layer, largest = Layer("amx", "bf16"), float(torch.finfo(torch.float32).max)
+    quiet_only_below = torch.tensor([0x7F800001], dtype=torch.int32).view(torch.float32).item()
+    weight = torch.zeros(33, 70)
+    weight[:, 3], weight[5, 3] = 2.0**-9, -1.0
+    packed = layer.pack(weight)
+    for number in (largest, -largest, torch.inf, -torch.inf, torch.nan, quiet_only_below):
+        x = torch.zeros(num_rows, 70)
+        x[-1, 3] = number
+        expected = (x[-1, 3:4].double() * weight[:, 3].double()).float()
+        found = layer.run(x, packed)[-1]
+        assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0)), number
 
 
 @HAS_TILES
@@ -173,6 +214,7 @@ ATTENTION = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=64, block_size=
 PANELS_OR_ROWS = {"640", "741", "652", "753", "642", "743"}
 PRODUCTS = {
     "bf16": (linear_spec("bf16_dot", "amx"), "tdpbf16ps", PANELS_OR_ROWS),
+    "bf16 in parts": (linear_spec("bf16", "amx"), "tdpbf16ps", PANELS_OR_ROWS),
     "int8": (linear_spec("int8", "amx", routed=True), "tdpbsud", PANELS_OR_ROWS),
     "int4": (linear_spec("int4", "amx"), "tdpbsud", {"640", "751"}),
     "attention": (attention_spec(ATTENTION, "amx"), "tdpbf16ps", {"640", "741", "652", "753"}),

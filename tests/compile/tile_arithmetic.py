@@ -33,12 +33,25 @@ def dot_bf16(sums: Floats, a: Codes, b: Codes) -> Floats:
         return _flushed(_flushed(sums) + _flushed(chains[0] + chains[1]))
 
 
-def linear(x: Floats, weight: Floats, bias: Floats) -> Floats:
-    """Returns ``x [T, in] weight [out, in]ᵀ + bias`` as a matrix unit computes it, with all inputs rounded to bf16."""
-    sums, missing = np.zeros((len(x), len(weight)), np.float32), -x.shape[1] % 32
-    x, weight = (np.pad(each, ((0, 0), (0, missing))) for each in (x, weight))
-    for k in range(0, x.shape[1], 32):
-        sums = dot_bf16(sums, rounded(x[:, k : k + 32]), rounded(weight[:, k : k + 32]).T)
+def cut(x: Floats) -> list[Codes]:
+    """Returns the bits of three numbers in bf16 whose sum is ``x``: of its leading 8 bits, the next 8, the last 8."""
+    parts, rest = [], x
+    for _ in range(3):
+        codes = (rest.view(np.uint32) >> 16).astype(np.uint16)
+        parts.append(codes)
+        rest = rest - (codes.astype(np.uint32) << 16).view(np.float32)
+    assert not rest.any()
+    return parts
+
+
+def linear(parts: list[Codes], weight: Floats, bias: Floats) -> Floats:
+    """Returns ``x [T, in] weight [out, in]ᵀ + bias`` as a matrix unit computes it: ``x`` is the sum of ``parts``, and
+    ``weight`` is rounded to bf16."""
+    sums, missing = np.zeros((len(parts[0]), len(weight)), np.float32), -weight.shape[1] % 32
+    padded, codes = ([np.pad(each, ((0, 0), (0, missing))) for each in codes] for codes in (parts, [rounded(weight)]))
+    for k in range(0, codes[0].shape[1], 32):
+        for part in padded:
+            sums = dot_bf16(sums, part[:, k : k + 32], codes[0][:, k : k + 32].T)
     return _flushed(sums + _flushed(bias))
 
 

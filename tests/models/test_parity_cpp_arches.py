@@ -50,7 +50,7 @@ def test_the_same_bits(family: str, weights: str, arch: str, tmp_path: Path) -> 
     ("family", "weights"),
     [
         ("Qwen3Moe", "int4"),
-        *cases([("Qwen3", "bf16"), ("Gemma2", "bf16"), ("Qwen3Moe", "bf16")], fast=()),
+        *cases([("Qwen3", "bf16"), ("Gemma2", "bf16"), ("Qwen3Moe", "bf16"), ("DeepseekV3", "bf16")], fast=()),
     ],
 )
 def test_the_same_bits_with_an_emulated_unit(

@@ -72,8 +72,9 @@ def find(tmp_path_factory: pytest.TempPathFactory) -> Find:
 
 def model_build(llm: LLM, build: str) -> ModelBuild:
     options = BUILDS[build]
-    facts = target_facts(options["target"], current("cpu"), num_threads=None)
-    return ModelBuild(llm.spec, parse_dtype(options.get("dtype", "float32")), facts, options.get("quantize"))
+    dtype = parse_dtype(options.get("dtype", "float32"))
+    facts = target_facts(options["target"], current("cpu"), num_threads=None, dtype=dtype)
+    return ModelBuild(llm.spec, dtype, facts, options.get("quantize"))
 
 
 def memory_model(llm: LLM, build: str) -> MemoryModel:

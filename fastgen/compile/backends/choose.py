@@ -17,6 +17,7 @@ from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch, find_com
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host.device import Device, accumulate_in_fp32
 from fastgen.compile.host.thread_pool import load_thread_pool
+from fastgen.compile.ops.linear.bf16_tuning import bf16_choice
 from fastgen.compile.weights.formats import QUANTIZED
 from fastgen.errors import CompilerNotFoundError, InvalidArgumentError
 
@@ -26,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 def choose_backend(
-    name: str,
+    facts: TargetFacts,
     device: Device,
     *,
     token_budget: int,
@@ -35,20 +36,17 @@ def choose_backend(
     num_threads: int | None,
     sealed: SealedLoader | None = None,
 ) -> Backend:
-    """Returns the backend of that name with its threads running; ``"auto"`` is ``"triton"`` on a GPU, and on a CPU
-    ``"cpp"`` if there is a compiler, else ``"torch"``. On a CPU ``"triton"`` interprets its kernels, to look at what
-    they do. A ``sealed`` bundle brings its own kernels, and then ``"auto"`` is its target.
+    """Returns the backend of the target with these ``facts``, its threads running. A ``sealed`` bundle brings its own
+    kernels.
 
     A step has at most ``token_budget`` tokens of ``max_num_seqs`` sequences, and the log-probabilities of prompts are
     computed in pieces of ``max_prompt_rows``. Sets the process's threads: the kernels' pool and torch's would spin
-    beside each other, so one of them gets one thread. Raises :class:`InvalidArgumentError` for another name or one that
-    the device cannot run, and :class:`CompilerNotFoundError` if ``"cpp"`` is asked for and cannot be built.
+    beside each other, so one of them gets one thread. Raises :class:`InvalidArgumentError` where a bundle is of another
+    target.
     """
-    sealed_arch = None if sealed is None else sealed.builder.arch
-    facts = target_facts(name, device, num_threads=num_threads, sealed=sealed is not None, sealed_arch=sealed_arch)
-    if sealed is not None and name not in ("auto", sealed.builder.target):
+    if sealed is not None and facts.name != sealed.builder.target:
         raise InvalidArgumentError(
-            f"target={name!r} is asked for, and the sealed bundle {sealed.bundle.directory} has kernels for "
+            f"target={facts.name!r} is asked for, and the sealed bundle {sealed.bundle.directory} has kernels for "
             f"{sealed.builder.target!r}; leave target= out, or sealed="
         )
     loader = sealed or _building_loader(facts)
@@ -90,14 +88,21 @@ def target_facts(
     device: Device,
     *,
     num_threads: int | None,
+    dtype: torch.dtype | None = None,
     sealed: bool = False,
     sealed_arch: str | None = None,
     quantize: str | None = None,
+    measures: bool = False,
 ) -> TargetFacts:
-    """Returns the facts of the target that :func:`choose_backend` chooses, with the same errors; nothing is built or
-    loaded. ``sealed`` kernels need no compiler, and on a CPU they may be for another ``sealed_arch`` than its own.
+    """Returns the facts of the target of that name; ``"auto"`` is ``"triton"`` on a GPU, and on a CPU ``"cpp"`` if
+    there is a compiler, else ``"torch"``. On a CPU ``"triton"`` interprets its kernels, to look at what they do.
 
-    Raises :class:`CompilerNotFoundError` also if ``quantize`` is a format that only ``"cpp"`` computes.
+    ``dtype`` is the model's: see :func:`arch_for`, which ``measures`` too. ``sealed`` kernels need no compiler, and on
+    a CPU they may be for another ``sealed_arch`` than its own; nothing is measured for them.
+
+    Raises :class:`InvalidArgumentError` for another name or one that the device cannot run, and
+    :class:`CompilerNotFoundError` if ``"cpp"`` is asked for and cannot be built, or ``quantize`` is a format that only
+    ``"cpp"`` computes.
     """
     if name not in _NAMES:
         raise InvalidArgumentError(f"target={name!r}: expected one of {', '.join(map(repr, _NAMES))}")
@@ -122,8 +127,19 @@ def target_facts(
                 ) from None
             _warn_once(f"{error}; until then torch computes, several times more slowly")
             return TargetFacts()
-    arch = sealed_arch if sealed_arch in CPP_ARCHES else cpp_arch(device)
+    if sealed:
+        arch = sealed_arch if sealed_arch in CPP_ARCHES else cpp_arch(device)
+    else:
+        arch = arch_for(device, dtype, measures=measures)
     return TargetFacts("cpp", arch, num_threads=num_threads or device.num_cores)
+
+
+def arch_for(device: Device, dtype: torch.dtype | None, *, measures: bool = False) -> str:
+    """Returns the instruction set that kernels of a model in ``dtype`` are built for on a CPU: the best that it has,
+    and in bf16 the one by which it multiplies that faster, see :func:`bf16_choice`.
+    """
+    choice = bf16_choice(device, measures=measures) if dtype == torch.bfloat16 else None
+    return cpp_arch(device) if choice is None else choice.arch
 
 
 def _building_loader(facts: TargetFacts) -> KernelLoader | None:

@@ -159,6 +159,8 @@ class CppOps(Ops):
         chosen = model.weight_format or matrix_format(self._plain_format, self._arch)
         self._matrix_format = cast(WeightFormat, chosen)
         self._linear_kernels: dict[WeightFormat, LinearKernel] = {}
+        # The launchers of heads' maps, by the number of heads and the most features of one.
+        self._head_kernels: dict[tuple[int, int], LinearKernel] = {}
         self._grouped_kernel: GroupedLinearKernel | None = None
         num_threads = backend.num_threads(model.device)
         self._limits = AttentionLimits(backend.max_rows, backend.max_num_seqs, model.max_model_len, num_threads)
@@ -167,7 +169,8 @@ class CppOps(Ops):
     def workspaces(self) -> list[Tensor]:
         """Returns what linear layers round or quantize rows in."""
         grouped = [] if self._grouped_kernel is None else [self._grouped_kernel]
-        return [kernel.workspace for kernel in (*self._linear_kernels.values(), *grouped)]
+        kernels = (*self._linear_kernels.values(), *self._head_kernels.values(), *grouped)
+        return [kernel.workspace for kernel in kernels]
 
     def attention_parts(self) -> list[Tensor]:
         """Returns what all attentions work in."""
@@ -305,7 +308,13 @@ class CppOps(Ops):
     def _head_maps(
         self, shape: LatentShape, out_features: int, needed_by: tuple[str, ...], *, transposed: bool
     ) -> HeadMaps:
-        kernel, num_heads = self._linear_kernel(self._plain_format, needed_by), shape.attention.num_heads
+        num_heads = shape.attention.num_heads
+        sizes = (num_heads, max(shape.kv_rank, shape.nope_dim))
+        built = self._kernel(linear_spec(self._plain_format, self._arch, needed_by=needed_by))
+        if sizes not in self._head_kernels:
+            max_rows = self._max_rows * num_heads
+            self._head_kernels[sizes] = LinearKernel(built, max_rows, sizes[1], self._model.device)
+        kernel = self._head_kernels[sizes]
         return HeadMaps(kernel, num_heads, (num_heads * out_features, shape.kv_rank), transposed=transposed)
 
     def router(self, shape: RouterShape) -> Router:

@@ -2,8 +2,8 @@
 
 An op lists its ways, the default first, and calls :meth:`Tuning.choose`. A known choice is taken: from a sealed bundle,
 from the kernel cache, or from ``tuned_devices.json``, which ships the choices for devices that were measured. Otherwise
-the ways are measured where there is a GPU and warm-up is not over; else the default is taken. A way may win only if it
-is built with few spills and computes the same as the default.
+the ways are measured where there is a clock for the device and warm-up is not over; else the default is taken. A way
+may win only if it is built with few spills and computes the same as the default.
 
 Choices are in the kernel cache, one file each, named after everything that they depend on: the device's name, the
 tools' versions, the sources of every way. So an outdated choice is never found, and a damaged one is measured again.
@@ -42,7 +42,7 @@ Measure = Callable[[Callable[[], None]], float]
 
 SHIPPED = Path(__file__).with_name("tuned_devices.json")
 DIRECTORY = ".tuning"  # of the kernel cache, which removes with its entries all that begins with a dot
-_GAIN = 0.97  # of the default's time; another way must be faster, so that measuring again gives the same choice
+_GAIN = 0.97  # of the default's time on a GPU
 _TOLERANCES = {torch.float32: 1e-4}  # of the largest number; sums in another order
 _NUM_REPLAYS = 25
 _MOST_SPILLED = 64  # bytes a thread; more is not worth measuring
@@ -79,7 +79,8 @@ class Way:
 class Tuning:
     """The choices of one engine. Without ``measure`` nothing is measured; ``known`` are a sealed bundle's choices.
 
-    ``device_name`` is the GPU's, ``None`` where there is none; ``directory`` the kernel cache's.
+    ``device_name`` is the measured device's, ``None`` where there is none; ``directory`` the kernel cache's. Another
+    way than the default must take less than ``gain`` of its time, so that measuring again gives the same choice.
     """
 
     loader: Loader
@@ -87,6 +88,7 @@ class Tuning:
     device_name: str | None = None
     measure: Measure | None = None
     known: Mapping[str, Choice] = field(default_factory=dict)
+    gain: float = _GAIN
     # Every choice so far, by problem.
     chosen: dict[str, Choice] = field(default_factory=dict)
 
@@ -110,16 +112,23 @@ class Tuning:
             return self.known[problem]
         if self.device_name is None:
             return None
-        if self.directory is not None:
-            file, key = self._file(problem, ways)
-            try:
-                kept = json.loads(file.read_text(encoding="utf-8"))
-                if kept["key"] == key:
-                    choice: Choice = kept["choice"]
-                    return choice
-            except (OSError, ValueError, KeyError, TypeError):
-                pass
+        if (kept := self.kept(problem, ways)) is not None:
+            choice: Choice = kept["choice"]
+            return choice
         return shipped().get(self.device_name, {}).get(problem)
+
+    def kept(self, problem: str, ways: Sequence[Way]) -> Mapping[str, Any] | None:
+        """Returns what the kernel cache keeps of measuring these ways: their ``choice``, and the ``seconds`` that those
+        which could be measured took, as pairs with their choices; ``None`` where it keeps nothing.
+        """
+        if self.directory is None:
+            return None
+        file, key = self._file(problem, ways)
+        try:
+            kept: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            return kept if kept["key"] == key and kept.keys() >= {"choice", "seconds"} else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
 
     def _fastest(self, problem: str, ways: Sequence[Way]) -> Choice:
         """Measures the ways and keeps the result. A way that fails is skipped; if the default fails, it is taken
@@ -146,7 +155,7 @@ class Tuning:
                 _log.warning("%s: the default cannot be measured, so it is taken as it is", problem)
                 return ways[0].choice
         best = min(seconds, key=lambda place: seconds[place])
-        place = best if seconds[best] < _GAIN * seconds[0] else 0
+        place = best if seconds[best] < self.gain * seconds[0] else 0
         self._keep(problem, ways, place, seconds)
         return ways[place].choice
 
@@ -195,8 +204,12 @@ def tuning_here(loader: Loader) -> Tuning:
     device = current(f"cuda:{torch.cuda.current_device()}")
     if triton_arch(device) != loader.builder.arch:
         return Tuning(loader)
-    measure = None if os.environ.get("FASTGEN_AUTOTUNE") == "0" else _measure_on_gpu
-    return Tuning(loader, loader.cache.directory, device.name, measure)
+    return Tuning(loader, loader.cache.directory, device.name, _measure_on_gpu if measures_here() else None)
+
+
+def measures_here() -> bool:
+    """Returns whether unknown choices may be measured: ``$FASTGEN_AUTOTUNE`` is not 0."""
+    return os.environ.get("FASTGEN_AUTOTUNE") != "0"
 
 
 def _measure_on_gpu(run: Callable[[], None]) -> float:

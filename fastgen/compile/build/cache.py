@@ -138,6 +138,18 @@ class KernelCache:
             stacklevel=3,
         )
 
+    @contextlib.contextmanager
+    def locked(self, name: str) -> Iterator[None]:
+        """Holds a lock of that name within the block, where the directory can be written and its file system has locks.
+
+        Of several processes with this cache one is in such a block at a time.
+        """
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError):
+                self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                held.enter_context(_lock(self.directory / _LOCKS / name))
+            yield
+
     def discard(self, entry: Entry) -> None:
         """Removes an entry that was found to be outdated, so that the next build makes it again."""
         with contextlib.suppress(OSError):

@@ -28,7 +28,7 @@ _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_dot": torch.bflo
 # Neighbouring weights of one output, where more than one.
 _STEPS = {"bf16_dot": 2, "int8": 4, "int4": GROUP}
 # Formats that a matrix unit multiplies, and the weights of one output that one tile of them has.
-TILED: dict[WeightFormat, int] = {"bf16_dot": 32, "int8": 64, "int4": GROUP}
+TILED: dict[WeightFormat, int] = {"bf16": 32, "bf16_dot": 32, "int8": 64, "int4": GROUP}
 _SCALED = ("int8_weight_only", "int8")
 _MAX_IN_FEATURES = (2**31 - 1) // 127**2  # so that a sum of products of 8 bits has room in 32
 _PIECE = 4 << 20  # weights converted at a time
@@ -43,6 +43,11 @@ def formats_of(arch: str) -> tuple[WeightFormat, ...]:
 def matrix_format(plain: WeightFormat, arch: str) -> WeightFormat:
     """Returns the format for matrices of a model in ``plain`` whose inputs may be rounded to as many bits."""
     return "bf16_dot" if plain == "bf16" and arch in ARCHES_WITH_BF16_DOT else plain
+
+
+def layout_of(weight_format: WeightFormat, arch: str) -> WeightFormat:
+    """Returns the format whose weights lie in memory as these do. A matrix unit reads all bf16 as bf16 dots do."""
+    return "bf16_dot" if weight_format == "bf16" and arch in ARCHES_WITH_TILES else weight_format
 
 
 def _padded(weight_format: WeightFormat, in_features: int, arch: str) -> int:
@@ -87,7 +92,8 @@ class PackedWeight:
         self.out_features, self.in_features, self.num_groups = out_features, in_features, num_groups
         self._panel, self._lanes = PANELS[arch], LANES[arch]
         num_panels = num_groups * -(-out_features // self._panel)
-        self._step = _STEPS.get(weight_format, 1)
+        self._layout = layout_of(weight_format, arch)
+        self._step = _STEPS.get(self._layout, 1)
         self._padded_features = _padded(weight_format, in_features, arch)
         size_bytes = num_panels * _panel_bytes(weight_format, self._padded_features, self._panel)
         pages = in_huge_pages(whole_huge_pages(size_bytes), device)
@@ -139,7 +145,7 @@ class PackedWeight:
         if self.format == "int4":
             return self._int4_rows(panels, outputs)[:, : self.in_features]
         view = self._view(self.panels)
-        if self.format == "bf16":
+        if self._layout == "bf16":
             pair, half = outputs // (2 * self._lanes), outputs // self._lanes % 2
             return view[panels, pair, half, outputs % self._lanes].float()
         values = view[panels, outputs].flatten(1)[:, : self.in_features]
@@ -196,7 +202,7 @@ class PackedWeight:
     def _view(self, panels: Tensor) -> Tensor:
         """Returns a view of the panels' bytes as numbers, in the order of ``[outputs, in_features]``."""
         count, panel, lanes = len(panels), self._panel, self._lanes
-        if self.format == "bf16":
+        if self._layout == "bf16":
             return panels.view(torch.bfloat16).view(count, -1, panel // lanes // 2, lanes, 2).permute(0, 2, 4, 3, 1)
         numbers = panels.view(_FLOATS.get(self.format, torch.int8))
         return numbers.view(count, -1, panel, self._step).transpose(1, 2)

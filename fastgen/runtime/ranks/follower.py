@@ -70,7 +70,7 @@ def build(setup: RankSetup, memory: RankMemory, connection: Connection[Any, Any]
     """Builds the rank's part of the model, loads its weights, and waits for the others before steps are captured."""
     described, config, device = setup.described, setup.config, setup.device
     backend = choose_backend(
-        setup.target,
+        described.target,
         device,
         token_budget=config.token_budget,
         max_num_seqs=config.max_num_seqs,

@@ -17,8 +17,7 @@ from fastgen.runtime.step.plans import PlanBoard
 class RankSetup:
     """A rank's part of a model, ``described``, on ``device``, for an engine of the sizes ``config``.
 
-    ``target`` is the name of its backend, ``activation_bytes`` what steps leave in between by the ledger. ``version``
-    is that of the leader.
+    ``activation_bytes`` is what steps leave in between by the ledger. ``version`` is that of the leader.
     """
 
     version: str
@@ -26,7 +25,6 @@ class RankSetup:
     config: EngineConfig
     checkpoint: Checkpoint
     device: Device
-    target: str
     num_threads: int | None
     activation_bytes: int
 

@@ -243,10 +243,8 @@ constexpr int MAX_PANELS = (FASTGEN_ROUTED ? 512 : 256) / PANEL;
 constexpr int BLOCK_ROWS = 4 * MAX_R;
 constexpr int LEAST_PANELS = MAX_P;  // of a chunk, where every thread gets so many
 constexpr int X_BYTES = BLOCK_K / K_STEP * X_BYTES_PER_STEP;  // of a row's block
-#if FASTGEN_ROUTED
 constexpr int MAX_BLOCKS = 4;              // that are copied, of a tile with few rows, or of as many tiles together
 constexpr int COPY_STRIDE = X_BYTES + 64;  // no multiple of 4096, so that rows share no cache sets
-#endif
 constexpr int AHEAD = 6144 / PANEL_BYTES_PER_STEP;  // steps from a weight to the one that is prefetched beside it
 
 struct Call {
@@ -404,38 +402,41 @@ static void copy_cut(const Call& call, const Part& part, float* sums, bool to_y)
     }
 }
 
-#if FASTGEN_ROUTED
-// Gives a tile the `size` rows from `row` on. They lie anywhere: what it goes through of them is copied to `x`, one beside
-// the other, but of a row that is alone.
-static void take_rows(const Call& call, int64_t row, int64_t size, Tile& at, bool is_alone,
-                      uint8_t (*x)[MAX_R * COPY_STRIDE]) {
-    at.x = x[0], at.x_stride = COPY_STRIDE, at.x_block = sizeof x[0];
-#else
-// Gives a tile the `size` rows from `row` on, as they lie.
-static void take_rows(const Call& call, int64_t row, int64_t size, Tile& at) {
-    at.x = call.x_row(row) + at.k / K_STEP * X_BYTES_PER_STEP, at.x_stride = call.x_stride, at.x_block = X_BYTES;
-#endif
+// Returns whether a tile's rows are copied together before it goes through them. Routed rows lie anywhere. Others lie where
+// a loop can read them, but at multiples of 4096 bytes more rows than the first cache has ways would share its sets.
+INLINE bool copies_rows(const Call& call, int64_t num_rows) {
+    return FASTGEN_ROUTED ? num_rows > 1 : num_rows > MAX_R && call.x_stride % 4096 == 0;
+}
+
+// Gives a tile the `size` rows from `row` on: as they lie, or what it goes through of them copied to `x`.
+static void take_rows(const Call& call, int64_t row, int64_t size, Tile& at, bool copies, uint8_t (*x)[MAX_R * COPY_STRIDE]) {
+    const int64_t first = at.k / K_STEP * X_BYTES_PER_STEP;
+    at.x = call.x_row(row) + first, at.x_stride = call.x_stride, at.x_block = X_BYTES;
+    if (copies) at.x = x[0], at.x_stride = COPY_STRIDE, at.x_block = sizeof x[0];
     for (int64_t r = 0; r < size; ++r) {
         at.x_rows[r] = call.x_row(row + r);
         at.y_rows[r] = call.y_row(row + r);
-#if FASTGEN_ROUTED
-        const uint8_t* from = at.x_rows[r] + at.k / K_STEP * X_BYTES_PER_STEP;
-        if (is_alone) {
-            at.x = from, at.x_block = X_BYTES;
-            continue;
-        }
+        if (!copies) continue;
         for (int64_t left = at.num_k / K_STEP * X_BYTES_PER_STEP, b = 0; left > 0; left -= X_BYTES, ++b) {
-            std::memcpy(x[b] + r * COPY_STRIDE, from + b * X_BYTES, smaller(left, X_BYTES));
+            std::memcpy(x[b] + r * COPY_STRIDE, at.x_rows[r] + first + b * X_BYTES, smaller(left, X_BYTES));
         }
-#endif
+    }
+}
+
+// Prefetches a share of what a tile goes through of its `size` rows from `row` on.
+static void prefetch_rows(const Call& call, int64_t row, int64_t size, int64_t k, int64_t num_k, const Parts& shares,
+                          int64_t share) {
+    const Parts rows = {size, shares.count};
+    for (int64_t r = rows.begin(share); r < rows.begin(share + 1); ++r) {
+        const uint8_t* from = call.x_row(row + r) + k / K_STEP * X_BYTES_PER_STEP;
+        for (int64_t byte = 0; byte < num_k / K_STEP * X_BYTES_PER_STEP; byte += 64) prefetch(from + byte);
     }
 }
 
 static void multiply_part(const Call& call, const Part& part) {
-#if FASTGEN_ROUTED
     static_assert(MAX_TOGETHER <= MAX_BLOCKS, "each has room for its block of x");
     alignas(64) uint8_t x[MAX_BLOCKS][MAX_R * COPY_STRIDE];
-#endif
+    const bool copies = copies_rows(call, part.num_rows);
     alignas(64) float sums[MAX_PANELS * BLOCK_ROWS * PANEL];
     const auto sums_of = [&](int64_t i, int64_t stream) {
         return sums + ((i - part.begin) * part.num_streams + stream) * part.num_rows * PANEL;
@@ -473,13 +474,18 @@ static void multiply_part(const Call& call, const Part& part) {
                 Tile& at = together[j];
                 at.k = k, at.num_k = num_k, at.begins_slab = k == part.k_begin, at.ends_slab = k + num_k == part.k_end;
                 at.prefetch_part(j, num_together);
-#if FASTGEN_ROUTED
-                take_rows(call, part.row + tiles.begin(t + j), tiles.size(t + j), at, part.num_rows == 1, x + j);
-#else
-                take_rows(call, part.row + tiles.begin(t + j), tiles.size(t + j), at);
-#endif
+                take_rows(call, part.row + tiles.begin(t + j), tiles.size(t + j), at, copies, x + j);
             }
+            // Meanwhile the rows to be copied next are fetched: all of them may be too many for the second cache.
+            const bool is_last = t + num_together == tiles.count;
+            const int64_t next_t = is_last ? 0 : t + 1, next_k = is_last ? k + num_k : k;
+            const bool fetches = copies && num_together == 1 && part.num_rows > MAX_R && next_k < part.k_end;
+            const Parts shares = {tiles.size(next_t), part.end - part.begin};
             for (int64_t i = part.begin; i < part.end; ++i) {
+                if (fetches) {
+                    prefetch_rows(call, part.row + tiles.begin(next_t), tiles.size(next_t), next_k,
+                                  smaller(most_k, part.k_end - next_k), shares, i - part.begin);
+                }
                 for (int64_t j = 0; j < num_together; ++j) run(together[j], t + j, i);
             }
         }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor
 
 from fastgen.compile.build.builder import Kernel
 from fastgen.compile.spec import Argument, KernelSpec, Value
-from fastgen.compile.weights.packed import LANES, PANELS, PackedWeight
+from fastgen.compile.weights.packed import LANES, PANELS, PackedWeight, WeightFormat, layout_of
 
 
 def embedding_spec(
@@ -26,6 +28,8 @@ def embedding_spec(
     :func:`~fastgen.compile.ops.embedding.reference.resolve_token_ids`; with one it adds ``table[position + offset]``.
     A table that has only some ``rows``, from a first id so many, gives zeros for other ids.
     """
+    if packed:
+        table_format = layout_of(cast(WeightFormat, table_format), arch)
     resolve, row_scaled = offset is None, packed and table_format in ("int8", "int8_weight_only")
     parameters: dict[str, Value] = {"format": table_format, "packed": packed, "resolve": resolve}
     parameters |= {"offset": offset, "scale": scale, "added": not resolve, "row_scaled": row_scaled}

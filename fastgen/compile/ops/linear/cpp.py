@@ -15,9 +15,12 @@ from fastgen.compile.weights.packed import ARCHES_WITH_TILES, PANELS, TILED, Pac
 
 _CPU = torch.device("cpu")
 _IN_INTEGERS = ("int8", "int4")
-# Formats whose kernels first quantize rows or round them.
-_PREPARED = (*_IN_INTEGERS, "bf16_dot")
 _TILE_ROWS = 16  # that a matrix unit reads at once
+
+
+def _prepares(weight: WeightFormat, arch: str) -> bool:
+    """Returns whether kernels first quantize rows, round them, or cut their numbers into parts."""
+    return weight in (*_IN_INTEGERS, "bf16_dot") or (weight == "bf16" and arch in ARCHES_WITH_TILES)
 
 
 def linear_spec(
@@ -30,7 +33,7 @@ def linear_spec(
     thread pool, so call :func:`fastgen.compile.host.thread_pool.load_thread_pool` first. Where there is a matrix unit,
     it multiplies all but few rows of the formats that it supports.
     """
-    prepares = weight in _PREPARED
+    prepares = _prepares(weight, arch)
     tiles = TILED.get(weight) if arch in ARCHES_WITH_TILES else None
     arguments = [
         Argument("x", "fp32", "in"),
@@ -61,15 +64,17 @@ def linear_spec(
 
 
 def _workspace_bytes(weight: WeightFormat, arch: str, max_rows: int, max_in_features: int) -> int:
-    """Returns the bytes in which a :class:`LinearKernel` quantizes rows or rounds them to bf16; fp32 needs none.
+    """Returns the bytes in which a :class:`LinearKernel` prepares rows; where they are read as they are, none.
 
     A matrix unit reads complete tiles, the last of which may have rows after the last row.
     """
-    if weight not in _PREPARED:
+    if not _prepares(weight, arch):
         return 0
     if arch in ARCHES_WITH_TILES:
         max_rows, max_in_features = max_rows + _TILE_ROWS - 1, max_in_features + TILED[weight] - 1
-    row_bytes = (max_in_features // GROUP + 1) * (GROUP + 8) if weight in _IN_INTEGERS else 2 * (max_in_features + 1)
+    num_parts = 3 if weight == "bf16" else 1
+    in_bf16 = 2 * num_parts * (max_in_features + 1)
+    row_bytes = (max_in_features // GROUP + 1) * (GROUP + 8) if weight in _IN_INTEGERS else in_bf16
     return max_rows * (row_bytes + 128)
 
 
@@ -77,8 +82,8 @@ class LinearKernel:
     """Launches a kernel of :func:`linear_spec`: ``x Wᵀ + b``, ``x`` and ``y`` in fp32.
 
     An output's bits depend only on its row of ``x``, its weights and the instruction set. ``max_rows`` (counting the
-    rows of each group, or where rows are routed the choices) and ``max_in_features`` bound the rows that are quantized
-    or rounded at once. Each thread needs its own launcher.
+    rows of each group, or where rows are routed the choices) and ``max_in_features`` bound the rows that are prepared
+    at once: quantized, rounded or cut into parts. Each thread needs its own launcher.
     """
 
     def __init__(self, kernel: Kernel, max_rows: int, max_in_features: int, device: torch.device = _CPU):
@@ -133,7 +138,7 @@ class LinearKernel:
         # A matrix unit reads routed rows once for each choice.
         num_prepared = math.prod(out_rows if self._arch in ARCHES_WITH_TILES else x_rows)
         is_too_large = num_prepared > self._max_rows or weight.in_features > self._max_in_features
-        if is_too_large and self._format in _PREPARED:
+        if is_too_large and _prepares(self._format, self._arch):
             raise ValueError(f"x {tuple(x.shape)}: made for at most {self._max_rows} x {self._max_in_features}")
         given |= {"x": x, "x_stride": x.stride(0), "y": out, "y_stride": out.stride(0), "workspace": self.workspace}
         given |= {"weights": weight.panels, "scale": weight.scale, "bias": weight.bias, "num_groups": weight.num_groups}

@@ -6,6 +6,7 @@
 #include "linear_loops.h"
 constexpr int TILE_K = 32;
 constexpr int TILE_X_BYTES = 64;
+constexpr int X_PARTS = 1;
 constexpr int MANY_ROWS = 5;
 struct Arithmetic {};
 template <int SUMS, int X, int WEIGHTS>
@@ -14,7 +15,7 @@ INLINE f32v finish(const Call& call, const uint8_t* x, int64_t output, const flo
 #endif
 
 constexpr int TILE_ROWS = 16;
-constexpr int64_t X_TILE_BYTES = TILE_K / K_STEP * X_BYTES_PER_STEP;  // from one tile of a row to the next
+constexpr int64_t X_TILE_BYTES = TILE_K / K_STEP * X_BYTES_PER_STEP;  // from one tile of a row, or its X_PARTS, to the next
 constexpr int64_t WEIGHT_TILE_BYTES = TILE_K / K_STEP * PANEL_BYTES_PER_STEP;  // of a panel
 constexpr int64_t STRIP_STEPS = 16, STEPS_AHEAD = 2;
 

@@ -23,19 +23,25 @@ static void multiply_strip(const Strip& strip) {
     const uint8_t *x = strip.x, *weights = strip.weights;
     for (int64_t step = 0; step < strip.num_steps; ++step, x += X_TILE_BYTES, weights += WEIGHT_TILE_BYTES) {
         strip.prefetch_step<SECOND>(step);
-        if constexpr (SECOND == MORE_ROWS) {
-            // The rows of x are read from the second cache, and leave the first to the weights.
-            stream_tile<4>(x, strip.x_stride), stream_tile<5>(x + TILE_ROWS * strip.x_stride, strip.x_stride);
-        } else {
-            load_tile<4>(x, strip.x_stride);
-        }
-        load_tile<6>(weights, PANEL_STRIDE), multiply_tiles<0, 4, 6>();
-        if constexpr (SECOND == MORE_ROWS) multiply_tiles<2, 5, 6>();
-        load_tile<7>(weights + 64, PANEL_STRIDE), multiply_tiles<1, 4, 7>();
-        if constexpr (SECOND == MORE_ROWS) multiply_tiles<3, 5, 7>();
-        if constexpr (SECOND == NEXT_PANEL) {
-            load_tile<6>(weights + strip.next_panel, PANEL_STRIDE), multiply_tiles<2, 4, 6>();
-            load_tile<7>(weights + strip.next_panel + 64, PANEL_STRIDE), multiply_tiles<3, 4, 7>();
+#pragma GCC unroll 3
+        for (int part = 0; part < X_PARTS; ++part) {
+            const uint8_t* rows = x + part * TILE_X_BYTES;
+            if constexpr (SECOND == MORE_ROWS) {
+                // The rows of x are read from the second cache, and leave the first to the weights.
+                stream_tile<4>(rows, strip.x_stride), stream_tile<5>(rows + TILE_ROWS * strip.x_stride, strip.x_stride);
+            } else {
+                load_tile<4>(rows, strip.x_stride);
+            }
+            if (part == 0 || SECOND == NEXT_PANEL) load_tile<6>(weights, PANEL_STRIDE);
+            multiply_tiles<0, 4, 6>();
+            if constexpr (SECOND == MORE_ROWS) multiply_tiles<2, 5, 6>();
+            if (part == 0 || SECOND == NEXT_PANEL) load_tile<7>(weights + 64, PANEL_STRIDE);
+            multiply_tiles<1, 4, 7>();
+            if constexpr (SECOND == MORE_ROWS) multiply_tiles<3, 5, 7>();
+            if constexpr (SECOND == NEXT_PANEL) {
+                load_tile<6>(weights + strip.next_panel, PANEL_STRIDE), multiply_tiles<2, 4, 6>();
+                load_tile<7>(weights + strip.next_panel + 64, PANEL_STRIDE), multiply_tiles<3, 4, 7>();
+            }
         }
     }
     store_tile<0>(first, SUMS_STRIDE), store_tile<1>(first + 16, SUMS_STRIDE);
