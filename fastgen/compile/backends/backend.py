@@ -12,7 +12,7 @@ from torch import Tensor
 from fastgen.compile.backends.kernels import KernelSet
 from fastgen.compile.backends.modules.collectives import AllReduce, Gather, HeadsOfRank, RankNorm
 from fastgen.compile.backends.ops import AllReduceOp, GatherOp, Ops
-from fastgen.compile.backends.shapes import ModelShape
+from fastgen.compile.backends.shapes import LinearShape, ModelShape
 from fastgen.compile.backends.target import TargetFacts
 from fastgen.compile.build.loader import KernelLoader, Progress
 from fastgen.compile.capture.cuda_graph import GraphPool
@@ -53,6 +53,10 @@ class Backend(ABC):
     @abstractmethod
     def ops(self, model: ModelShape) -> Ops:
         """Returns what makes the ops of a model."""
+
+    def splitting(self, shape: LinearShape) -> Ranks | None:
+        """Returns the ranks that split the inputs of linear layers; ``None`` if nothing does."""
+        return None if shape.sum_ranks is None else self.ranks
 
     def all_reduce(self) -> AllReduceOp:
         """Returns the sum over all ranks."""

@@ -53,13 +53,14 @@ class ReferenceBackend(Backend):
 
     def ops(self, model: ModelShape) -> ReferenceOps:
         """Returns what makes the ops of a model."""
-        return ReferenceOps(model)
+        return ReferenceOps(self, model)
 
 
 class ReferenceOps(Ops):
     """Makes ops that torch computes. Activations are in the model's dtype."""
 
-    def __init__(self, model: ModelShape):
+    def __init__(self, backend: ReferenceBackend, model: ModelShape):
+        self._splitting = backend.splitting
         self._dtype, self._device = model.dtype, model.device
         self._weight_format = cast(WeightOnlyFormat | None, model.weight_format)
 
@@ -95,6 +96,7 @@ class ReferenceOps(Ops):
             dtype=self._dtype,
             device=self._device,
             weight_format=weight_format,
+            ranks=self._splitting(shape),
         )
 
     def norm(self, shape: FeatureNorm) -> Norm:

@@ -185,6 +185,7 @@ class TritonOps(Ops):
             dtype=self._dtype,
             device=self._device,
             weight_format=self._weight_format,
+            ranks=self.backend.splitting(shape),
         )
 
     def _linear_kernel(

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -137,8 +138,24 @@ def test_ranks_end_with_their_leader(directory: Path) -> None:
 
 def test_a_rank_that_cannot_load_says_why(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastgen.runtime.arrangement.__version__", "0.0")
-    with pytest.raises(RankError, match=r"rank 1 of 2: .*this rank is of version .*, and the leader of 0.0"):
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed: .*this rank is of version .*, and the leader of 0.0$"):
         fastgen.load(directory, tensor_parallel=2)
+    assert not followers(os.getpid())
+
+
+def test_a_rank_that_is_lost_while_it_loads_ends_the_load(directory: Path) -> None:
+    """Scales of int8 are agreed on by all ranks, so this process is in such a wait."""
+
+    def kill() -> None:
+        while not (there := followers(os.getpid())):
+            time.sleep(0.01)
+        os.kill(there[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(RankError, match=r"^rank 1 of 2 \(process \d+\) was ended by signal SIGKILL$"):
+        fastgen.load(directory, tensor_parallel=2, quantize="int8")
+    killer.join()
     assert not followers(os.getpid())
 
 
