@@ -19,6 +19,7 @@ from fastgen.compile.capture.cuda_graph import GraphPool
 from fastgen.compile.host.ranks import DescribedRanks, Ranks
 from fastgen.compile.host.thread_pool import ThreadPool
 from fastgen.compile.ops.next_decodes.cpp import NextDecodesKernel
+from fastgen.compile.ops.ranks.decodes import HearTokensKernel, TellTokensKernel
 from fastgen.compile.ops.sampling import cpp, triton
 from fastgen.compile.spec import KernelSpec
 
@@ -98,6 +99,14 @@ class Backend(ABC):
     def next_decodes(self) -> NextDecodesKernel | None:
         """Returns the kernel that makes the inputs of a step of decodes of the step before; ``None`` if there is
         none."""
+        return None
+
+    def tell_tokens(self) -> TellTokensKernel | None:
+        """Returns the kernel by which rank 0 tells others the tokens of steady decodes; ``None`` if there is none."""
+        return None
+
+    def hear_tokens(self) -> HearTokensKernel | None:
+        """Returns the kernel by which another rank hears them; ``None`` if there is none."""
         return None
 
     def thread_pool(self) -> ThreadPool:

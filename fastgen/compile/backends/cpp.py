@@ -77,6 +77,12 @@ from fastgen.compile.ops.ranks.cpp import (
     row_maxima_spec,
     sum_products_spec,
 )
+from fastgen.compile.ops.ranks.decodes import (
+    HearTokensKernel,
+    TellTokensKernel,
+    hear_tokens_spec,
+    tell_tokens_spec,
+)
 from fastgen.compile.ops.sampling.cpp import SamplingKernel, sampling_spec
 from fastgen.compile.ops.softcap.cpp import SoftcapKernel, softcap_spec
 from fastgen.compile.spec import KernelSpec, dtype_name
@@ -145,6 +151,14 @@ class CppBackend(Backend):
     def next_decodes(self) -> NextDecodesKernel:
         """Returns the kernel that makes the inputs of a step of decodes of the step before."""
         return NextDecodesKernel(self.kernels.kernel(next_decodes_spec(needed_by=_EVERY_ENGINE)))
+
+    def tell_tokens(self) -> TellTokensKernel:
+        """Returns the kernel by which rank 0 tells others the tokens of steady decodes."""
+        return TellTokensKernel(self.kernels.kernel(tell_tokens_spec()))
+
+    def hear_tokens(self) -> HearTokensKernel:
+        """Returns the kernel by which another rank hears them."""
+        return HearTokensKernel(self.kernels.kernel(hear_tokens_spec()))
 
     def thread_pool(self) -> ThreadPool:
         """Returns the threads on which kernels run."""

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from fastgen.compile.host.rank_memory import RankMemory, SharedRanks
 from fastgen.errors import RankError
 from fastgen.runtime.ranks.setup import RankSetup, memory_for
-from fastgen.runtime.step.plans import Array, Kind
+from fastgen.runtime.step.plans import MAX_PAIRS, Array, Kind
 
 # The messages between the leader and a rank; each is a tuple that begins with one of these.
 LOADED, GO, READY, FAILED = "loaded", "go", "ready", "failed"
@@ -151,7 +151,8 @@ class Team:
     """
 
     def __init__(self, setups: Sequence[RankSetup]):
-        self.memory, self.board = memory_for(setups[0])
+        self.memory, self.board, self.mailbox = memory_for(setups[0])
+        self._before_plan: weakref.WeakMethod[Callable[[], None]] | None = None
         self._members = members = _Members(self.memory)
         self._finalizer = weakref.finalize(self, members.end)
         members.watcher = threading.Thread(target=members.run, args=(setups,), name="fastgen ranks", daemon=True)
@@ -179,11 +180,34 @@ class Team:
             members.came.wait_for(lambda: members.lost or members.num_sent[message] == self.memory.count - 1)
         self.check()
 
+    def before_plans(self, call: Callable[[], None]) -> None:
+        """Has the method ``call`` called before each plan, as long as its object is there."""
+        self._before_plan = weakref.WeakMethod(call)
+
+    def write_tables(self, places: Array, blocks: Array) -> None:
+        """Has the ranks write entries of block tables: flat ``places`` and ``blocks``, i64."""
+        for start in range(0, len(places), MAX_PAIRS):
+            pairs = slice(start, start + MAX_PAIRS)
+            self.plan(Kind.WRITE_TABLES, (), (places[pairs], blocks[pairs]))
+
     def plan(self, kind: Kind, numbers: Sequence[int], arrays: Sequence[Array] = ()) -> None:
         """Has the ranks carry out a plan. Raises :class:`RankError` if they cannot."""
         self.check()
-        try:
+        if self._before_plan is not None and (call := self._before_plan()) is not None:
+            call()
+        with self._giving_up():
             self.board.write(kind, numbers, arrays, self._wake)
+
+    def finish_plans(self) -> None:
+        """Waits until the ranks have carried out all plans. Raises :class:`RankError` if they cannot."""
+        with self._giving_up():
+            self.board.finish()
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Ends the ranks if the block finds that one is lost."""
+        try:
+            yield
         except RankError as error:
             self.give_up(str(error))
             self.check()
