@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgen.compile.backends.backend import Backend
-from fastgen.compile.backends.modules.paged_view import PagedView
+from fastgen.compile.backends.paged_view import PagedView
 from fastgen.compile.backends.reference import REFERENCE
 from fastgen.compile.host.device import to_device
 from fastgen.layers.ragged_batch import RaggedBatch

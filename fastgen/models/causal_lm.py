@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from fastgen.compile.backends.ops import AddOp, AllReduceOp, NormOp, Ops
+from fastgen.compile.backends.model_ops import Ops
+from fastgen.compile.backends.ops import AddOp, AllReduceOp, NormOp
 from fastgen.layers.attention import Attention
 from fastgen.layers.embedding import Embedding
 from fastgen.layers.head import Head

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fastgen.compile.backends.backend import Backend
 from fastgen.compile.backends.choose import backend_for
-from fastgen.compile.backends.ops import Ops
+from fastgen.compile.backends.model_ops import Ops
 from fastgen.compile.backends.target import TargetFacts
 from fastgen.compile.capture.allocations import META, Allocations, LinearAllocations, allocations_of
 from fastgen.compile.spec import dtype_name

@@ -158,6 +158,7 @@ class Shapes:
             tuple(part.out_features for part in parts),
             tuple(part.bias is not None for part in parts),
             self.needed_by(parts[0].node),
+            parts[0].sum_ranks,
         )
 
     def norm(self, spec: NormSpec) -> FeatureNorm:

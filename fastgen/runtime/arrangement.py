@@ -16,7 +16,7 @@ from fastgen.options import LoadOptions
 from fastgen.runtime.memory.ledger import Ledger
 from fastgen.runtime.memory.sizes import EngineConfig
 from fastgen.runtime.model_source import ModelSource
-from fastgen.runtime.ranks.setup import RankSetup
+from fastgen.runtime.ranks.setup import RankSetup, file_states
 from fastgen.runtime.ranks.team import Team
 from fastgen.version import __version__
 
@@ -68,13 +68,14 @@ def start_team(
     ledger: Ledger,
 ) -> Team:
     """Starts the other ranks of the model, of which ``described`` is the part of rank 0. They load meanwhile."""
-    count = described.spec.rank.count
+    count, files = described.spec.rank.count, file_states(source.checkpoint)
     setups = [
         RankSetup(
             version=__version__,
             described=replace(described, spec=shard(source.spec, Rank(index, count), described.weight_format)),
             config=config,
             checkpoint=source.checkpoint,
+            files=files,
             device=device,
             num_threads=num_threads,
             activation_bytes=ledger.size_bytes("activations"),

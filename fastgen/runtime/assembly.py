@@ -14,6 +14,7 @@ from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.memory.ledger import Ledger
 from fastgen.runtime.memory.sizes import EngineConfig
 from fastgen.runtime.progress import progress_bar
+from fastgen.runtime.ranks.decodes import LedDecodes
 from fastgen.runtime.ranks.leading import LeadingForward
 from fastgen.runtime.ranks.part import load_forward, new_inputs, new_model
 from fastgen.runtime.ranks.team import Team
@@ -55,8 +56,7 @@ def build_engine(
         backend.row_sampling(spec.vocab_size, max_rows=config.max_rows),
         slot_sampler(backend, spec.vocab_size, input_batch),
     )
-    # A whole step in one native call has no place for the plans of other ranks.
-    next_decodes = backend.next_decodes() if team is None else None
+    next_decodes, tell = backend.next_decodes(), None if team is None else backend.tell_tokens()
     drafter = _drafter(config, sampler.slots)
     forward = load_forward(
         new,
@@ -78,7 +78,8 @@ def build_engine(
     steady = None
     if next_decodes is not None and sampler.kernel is not None and isinstance(forward, TapedForward):
         early = EarlyStart(backend.thread_pool(), config.block_size)
-        steady = SteadyDecodes(forward, input_batch, sampler.kernel, next_decodes, sampler.rows, early)
+        others = LedDecodes(team, tell) if team is not None and tell is not None else None
+        steady = SteadyDecodes(forward, input_batch, sampler.kernel, next_decodes, sampler.rows, early, others)
         steady.record(1)
     if team is not None:
         team.ready()

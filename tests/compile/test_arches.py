@@ -16,7 +16,7 @@ from fastgen.compile.ops.experts.cpp import combine_spec, route_spec
 from fastgen.compile.ops.latent.cpp import latent_spec
 from fastgen.compile.ops.qkv.cpp import qkv_spec
 from fastgen.compile.ops.qkv.head_norm import HeadNorm
-from fastgen.compile.ops.ranks.cpp import all_reduce_spec
+from fastgen.compile.ops.ranks.cpp import all_reduce_spec, row_maxima_spec, sum_products_spec
 from fastgen.compile.ops.sampling.cpp import sampling_spec
 from fastgen.compile.ops.softcap.cpp import softcap_spec
 from fastgen.compile.render import render
@@ -35,9 +35,11 @@ SPECS: dict[str, Callable[[str], KernelSpec]] = {
     "combine": lambda arch: combine_spec(arch, top_k=2, shared=True, gated=True),
     "latent": lambda arch: latent_spec(arch, **LATENT, norm=NORM),
     "qkv": lambda arch: qkv_spec(arch, **HEADS, q_norm=NORM, k_norm=NORM),
+    "row_maxima": row_maxima_spec,
     "route": lambda arch: route_spec(arch, 8, top_k=2, scoring="softmax", normalize=True),
     "sampling": sampling_spec,
     "softcap": lambda arch: softcap_spec(30.0, arch),
+    "sum_products": lambda arch: sum_products_spec(arch, routed=True),
 }
 
 

@@ -16,7 +16,20 @@ from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host import device
 from fastgen.compile.host.rank_memory import RankMemory, SharedRanks
 from fastgen.compile.host.ranks import share
-from fastgen.compile.ops.ranks.cpp import AllReduceKernel, GatherKernel, all_reduce_spec, gather_columns_spec
+from fastgen.compile.host.thread_pool import load_thread_pool
+from fastgen.compile.ops.experts.cpp import GroupedLinearKernel, SortKernel, sort_spec
+from fastgen.compile.ops.linear.cpp import LinearKernel, linear_spec
+from fastgen.compile.ops.ranks.cpp import (
+    AllReduceKernel,
+    GatherKernel,
+    RowMaximaKernel,
+    SumProductsKernel,
+    all_reduce_spec,
+    gather_columns_spec,
+    row_maxima_spec,
+    sum_products_spec,
+)
+from fastgen.compile.weights.rows import PackedRows
 from fastgen.errors import RankError
 from tests.compile.arches import in_each_width
 
@@ -73,6 +86,100 @@ def test_a_kernel_sums_to_the_same_bits(arch: str) -> None:
 
             for found in of_all(memory, reduce):
                 assert torch.equal(found, in_order(given))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_ranks_find_the_largest_of_all(count: int) -> None:
+    memory = RankMemory(count, AREA_BYTES)
+    for size in (1, 3000):  # the second takes several exchanges
+        given = parts(count, size)
+
+        def largest(ranks: SharedRanks, given: list[Tensor] = given) -> Tensor:
+            x = given[ranks.index].clone()
+            ranks.all_max(x)
+            return x
+
+        for found in of_all(memory, largest):
+            assert torch.equal(found, torch.stack(given).amax(0))
+
+
+def test_maxima_of_rows_are_those_of_all_inputs() -> None:
+    kernel = KernelLoader(CppBuilder("portable")).load(row_maxima_spec("portable"))
+    memory = RankMemory(3, AREA_BYTES)
+    x = parts(3, 2000, 17)
+    x[1][5, 3], x[2][6, 0], x[0][7] = float("nan"), float("-inf"), 0.0
+
+    def maxima(ranks: SharedRanks) -> Tensor:
+        padded = torch.cat([x[ranks.index], torch.full((len(x[0]), 2), 1e9)], dim=1)
+        return RowMaximaKernel(kernel, ranks)(padded[:, :17])
+
+    expected = torch.cat(x, dim=1).abs().amax(1)
+    assert expected[5].isnan()
+    for found in of_all(memory, maxima):
+        assert torch.equal(found.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 40])
+@pytest.mark.parametrize("arch", in_each_width(ARCHES))
+def test_integer_products_of_ranks_have_the_bits_of_one(arch: str, num_rows: int) -> None:
+    """Weights and rows are quantized with the scales of all inputs, so sums of products are those of one rank."""
+    loader = KernelLoader(CppBuilder(arch))
+    load_thread_pool(loader)
+    one = LinearKernel(loader.load(linear_spec("int8", arch)), num_rows, 240)
+    maxima, sums = loader.load(row_maxima_spec(arch)), loader.load(sum_products_spec(arch))
+    x, weight, bias = (torch.randn(shape) for shape in ((num_rows, 240), (75, 240), (75,)))
+    x[0, 239], weight[3, 0] = 40.0, 17.0
+    packed, expected = one.pack(75, 240), torch.empty(num_rows, 75)
+    packed.write(0, weight)
+    packed.bias[:75] = bias
+    one(x, packed, expected)
+    for count in (1, 2, 3):
+
+        def product(ranks: SharedRanks, count: int = count) -> Tensor:
+            own = slice(*share(240, ranks.index, count))
+            kernel = LinearKernel(loader.load(linear_spec("int8", arch, over_ranks=True)), num_rows, 240)
+            part, its_x = kernel.pack(75, 240 // count), x[:, own].contiguous()
+            PackedRows(part, 0, (75, 240 // count), ranks).copy_(weight[:, own])
+            part.bias[:75] = bias
+            largest = RowMaximaKernel(maxima, ranks)(its_x)
+            return SumProductsKernel(sums, ranks)(kernel.products(its_x, largest, part), largest, part)
+
+        for found in of_all(RankMemory(count, AREA_BYTES), product):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 30])
+@pytest.mark.parametrize("arch", in_each_width(ARCHES))
+def test_experts_products_of_ranks_have_the_bits_of_one(arch: str, num_tokens: int) -> None:
+    loader = KernelLoader(CppBuilder(arch))
+    load_thread_pool(loader)
+    num_experts, top_k, num_inputs, num_outputs = 4, 2, 90, 37
+    specs = [linear_spec("int8", arch, routed=True, over_ranks=each) for each in (False, True)]
+    maxima, sums = loader.load(row_maxima_spec(arch)), loader.load(sum_products_spec(arch, routed=True))
+    experts = torch.rand(num_tokens, num_experts).topk(top_k).indices
+    choices = SortKernel(loader.load(sort_spec(num_experts)))(experts)
+    x, weight = torch.randn(num_tokens * top_k, num_inputs), torch.randn(num_experts, num_outputs, num_inputs)
+    bias = torch.randn(num_experts, num_outputs)
+
+    def outputs(ranks: SharedRanks, *, is_one: bool) -> Tensor:
+        kernel = GroupedLinearKernel(loader.load(specs[not is_one]), len(x), num_inputs)
+        own = slice(*share(num_inputs, ranks.index, ranks.count))
+        its_x = x[:, own].contiguous()
+        packed = kernel.pack(num_outputs, its_x.shape[1], num_groups=num_experts)
+        for expert in range(num_experts):
+            group = packed.group(expert)
+            PackedRows(group, 0, (num_outputs, its_x.shape[1]), ranks).copy_(weight[expert, :, own])
+            group.bias[:num_outputs] = bias[expert]
+        if is_one:
+            return kernel.route(its_x, choices, packed)
+        largest = RowMaximaKernel(maxima, ranks)(its_x)
+        products = kernel.route(its_x, choices, packed, largest)
+        return SumProductsKernel(sums, ranks)(products, largest, packed, experts)
+
+    (expected,) = of_all(RankMemory(1, AREA_BYTES), lambda ranks: outputs(ranks, is_one=True))
+    for count in (2, 3):
+        for found in of_all(RankMemory(count, AREA_BYTES), lambda ranks: outputs(ranks, is_one=False)):
+            assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])

@@ -13,7 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fastgen.compile.backends.backend import Backend
+from fastgen.compile.backends.choose import choose_backend
 from fastgen.compile.backends.reference import ReferenceBackend
+from fastgen.compile.host.device import current
+from fastgen.compile.host.rank_memory import AREA_BYTES, RankMemory, SharedRanks
 from fastgen.compile.host.ranks import Ranks, share
 from fastgen.compile.weights.formats import QuantizedFormat
 from fastgen.layers.kv_cache import PagedKVCache
@@ -115,6 +118,12 @@ class ThreadRanks:
         if self.index == 0:
             self._meeting.num_sums += 1
 
+    def all_max(self, x: Tensor) -> None:
+        """Finds the largest of all threads' numbers."""
+        largest = torch.stack(self._exchange(x)).amax(0)
+        self._meeting.barrier.wait()
+        x.copy_(largest)
+
     def gather(self, x: Tensor, out: Tensor) -> None:
         """Lays the columns of all threads side by side."""
         given = self._exchange(x)
@@ -137,6 +146,26 @@ def reference_backend(ranks: Ranks | None) -> Backend:
     if ranks is not None:
         backend.ranks = ranks
     return backend
+
+
+def cpp_backends(count: int) -> Callable[[Ranks | None], Backend]:
+    """Returns what makes a backend of C++ kernels for one of ``count`` ranks, or for a whole model."""
+    memory = RankMemory(count, AREA_BYTES)
+
+    def new_backend(ranks: Ranks | None) -> Backend:
+        backend = choose_backend(
+            "cpp",
+            current("cpu"),
+            token_budget=sum(LENGTHS),
+            max_num_seqs=len(LENGTHS),
+            max_prompt_rows=1,
+            num_threads=2,
+        )
+        if ranks is not None:
+            backend.ranks = SharedRanks(memory, ranks.index, _WAIT_S)
+        return backend
+
+    return new_backend
 
 
 def together(functions: Sequence[Callable[[Ranks], T]], meeting: Meeting) -> list[T]:
@@ -222,12 +251,10 @@ def summed_log_probs(
 ) -> tuple[Tensor, int]:
     """Returns the log-probabilities that ``count`` ranks compute together, and how often they summed."""
     meeting = Meeting(count)
-    lock = threading.Lock()
 
     def run(own: ModelSpec, ranks: Ranks) -> Tensor:
-        with lock:  # loading is no part of it, and packing uses all threads
-            backend = new_backend(ranks)
-            model = loaded(own, checkpoint, backend, weight_format)
+        backend = new_backend(ranks)
+        model = loaded(own, checkpoint, backend, weight_format)
         return log_probs(model, own, backend)
 
     functions = [lambda ranks, own=own: run(own, ranks) for own in shards(spec, count, weight_format)]

@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 import fastgen
+from fastgen.compile.host.parent import end_with
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.models.checkpoint.hub import locate
 from fastgen.runtime.engine import Engine
@@ -22,7 +23,6 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.simulated import SimulatedServer
 from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.runtime.text.codec import TextCodec
-from fastgen.serving import process_end
 from fastgen.serving.engine import process as engine_process
 from fastgen.serving.engine.client import EngineClient
 from fastgen.serving.engine.messages import (
@@ -143,9 +143,9 @@ def test_a_process_that_the_system_refuses_is_an_engine_that_did_not_start(monke
 
 def test_a_process_whose_parent_has_gone_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "one that cannot end it by itself")
-    process_end.end_with(os.getppid())
+    end_with(os.getppid())
     with pytest.raises(SystemExit):
-        process_end.end_with(os.getpid())
+        end_with(os.getpid())
 
 
 @pytest.mark.parametrize("name", ["port", "grpc_port"])

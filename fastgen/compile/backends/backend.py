@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from fastgen.compile.backends.kernels import KernelSet
+from fastgen.compile.backends.model_ops import Ops
 from fastgen.compile.backends.modules.collectives import AllReduce, Gather, HeadsOfRank, RankNorm
-from fastgen.compile.backends.ops import AllReduceOp, GatherOp, Ops
-from fastgen.compile.backends.shapes import ModelShape
+from fastgen.compile.backends.ops import AllReduceOp, GatherOp
+from fastgen.compile.backends.shapes import LinearShape, ModelShape
 from fastgen.compile.backends.target import TargetFacts
 from fastgen.compile.build.loader import KernelLoader, Progress
 from fastgen.compile.capture.cuda_graph import GraphPool
 from fastgen.compile.host.ranks import DescribedRanks, Ranks
 from fastgen.compile.host.thread_pool import ThreadPool
 from fastgen.compile.ops.next_decodes.cpp import NextDecodesKernel
+from fastgen.compile.ops.ranks.decodes import HearTokensKernel, TellTokensKernel
 from fastgen.compile.ops.sampling import cpp, triton
 from fastgen.compile.spec import KernelSpec
 
@@ -53,6 +55,10 @@ class Backend(ABC):
     @abstractmethod
     def ops(self, model: ModelShape) -> Ops:
         """Returns what makes the ops of a model."""
+
+    def splitting(self, shape: LinearShape) -> Ranks | None:
+        """Returns the ranks that split the inputs of linear layers; ``None`` if nothing does."""
+        return None if shape.sum_ranks is None else self.ranks
 
     def all_reduce(self) -> AllReduceOp:
         """Returns the sum over all ranks."""
@@ -94,6 +100,14 @@ class Backend(ABC):
     def next_decodes(self) -> NextDecodesKernel | None:
         """Returns the kernel that makes the inputs of a step of decodes of the step before; ``None`` if there is
         none."""
+        return None
+
+    def tell_tokens(self) -> TellTokensKernel | None:
+        """Returns the kernel by which rank 0 tells others the tokens of steady decodes; ``None`` if there is none."""
+        return None
+
+    def hear_tokens(self) -> HearTokensKernel | None:
+        """Returns the kernel by which another rank hears them; ``None`` if there is none."""
         return None
 
     def thread_pool(self) -> ThreadPool:

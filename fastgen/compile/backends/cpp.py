@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgen.compile.backends.backend import Backend
+from fastgen.compile.backends.model_ops import Ops
 from fastgen.compile.backends.modules import fused
 from fastgen.compile.backends.modules.cpp import (
     Embedding,
@@ -17,6 +18,7 @@ from fastgen.compile.backends.modules.cpp import (
     Head,
     HeadMaps,
     Linear,
+    OverRanks,
     PackedTable,
     PlainTable,
     Positions,
@@ -25,7 +27,7 @@ from fastgen.compile.backends.modules.cpp import (
 )
 from fastgen.compile.backends.modules.reference import router_correction
 from fastgen.compile.backends.modules.stored import NormParameters
-from fastgen.compile.backends.ops import AllReduceOp, GatherOp, Ops
+from fastgen.compile.backends.ops import AllReduceOp, GatherOp
 from fastgen.compile.backends.ops import Table as AnyTable
 from fastgen.compile.backends.shapes import (
     ActivationShape,
@@ -66,7 +68,22 @@ from fastgen.compile.ops.linear.cpp import LinearKernel, linear_spec
 from fastgen.compile.ops.next_decodes.cpp import NextDecodesKernel, next_decodes_spec
 from fastgen.compile.ops.norm.cpp import NormKernel, norm_spec
 from fastgen.compile.ops.qkv.cpp import QkvKernel, qkv_spec
-from fastgen.compile.ops.ranks.cpp import AllReduceKernel, GatherKernel, all_reduce_spec, gather_columns_spec
+from fastgen.compile.ops.ranks.cpp import (
+    AllReduceKernel,
+    GatherKernel,
+    RowMaximaKernel,
+    SumProductsKernel,
+    all_reduce_spec,
+    gather_columns_spec,
+    row_maxima_spec,
+    sum_products_spec,
+)
+from fastgen.compile.ops.ranks.decodes import (
+    HearTokensKernel,
+    TellTokensKernel,
+    hear_tokens_spec,
+    tell_tokens_spec,
+)
 from fastgen.compile.ops.sampling.cpp import SamplingKernel, sampling_spec
 from fastgen.compile.ops.softcap.cpp import SoftcapKernel, softcap_spec
 from fastgen.compile.spec import KernelSpec, dtype_name
@@ -136,6 +153,14 @@ class CppBackend(Backend):
         """Returns the kernel that makes the inputs of a step of decodes of the step before."""
         return NextDecodesKernel(self.kernels.kernel(next_decodes_spec(needed_by=_EVERY_ENGINE)))
 
+    def tell_tokens(self) -> TellTokensKernel:
+        """Returns the kernel by which rank 0 tells others the tokens of steady decodes."""
+        return TellTokensKernel(self.kernels.kernel(tell_tokens_spec()))
+
+    def hear_tokens(self) -> HearTokensKernel:
+        """Returns the kernel by which another rank hears them."""
+        return HearTokensKernel(self.kernels.kernel(hear_tokens_spec()))
+
     def thread_pool(self) -> ThreadPool:
         """Returns the threads on which kernels run."""
         assert self.loader is not None, "the threads come with kernels, which a loader loads"
@@ -152,25 +177,26 @@ class CppOps(Ops):
     """Makes ops of C++ kernels. Linear layers of a weight format share a kernel and its workspace."""
 
     def __init__(self, backend: CppBackend, model: ModelShape):
-        self._model, self._arch, self._max_rows = model, backend.facts.arch, backend.max_rows
+        self._backend, self._model = backend, model
+        self._arch, self._max_rows = backend.facts.arch, backend.max_rows
         self._kernel = backend.kernels.kernel
         self._dtype_name = dtype_name(model.dtype)
         self._plain_format = cast(WeightFormat, self._dtype_name)
         chosen = model.weight_format or matrix_format(self._plain_format, self._arch)
         self._matrix_format = cast(WeightFormat, chosen)
-        self._linear_kernels: dict[WeightFormat, LinearKernel] = {}
+        # By the format of weights, and whether ranks sum products.
+        self._linear_kernels: dict[tuple[WeightFormat, bool], LinearKernel] = {}
         # The launchers of heads' maps, by the number of heads and the most features of one.
         self._head_kernels: dict[tuple[int, int], LinearKernel] = {}
-        self._grouped_kernel: GroupedLinearKernel | None = None
+        self._grouped_kernels: dict[bool, GroupedLinearKernel] = {}
         num_threads = backend.num_threads(model.device)
         self._limits = AttentionLimits(backend.max_rows, backend.max_num_seqs, model.max_model_len, num_threads)
         self._attention_workspace = Workspace(model.device)
 
     def workspaces(self) -> list[Tensor]:
         """Returns what linear layers round or quantize rows in."""
-        grouped = [] if self._grouped_kernel is None else [self._grouped_kernel]
-        kernels = (*self._linear_kernels.values(), *self._head_kernels.values(), *grouped)
-        return [kernel.workspace for kernel in kernels]
+        kernels = (*self._linear_kernels.values(), *self._head_kernels.values(), *self._grouped_kernels.values())
+        return list(dict.fromkeys(kernel.workspace for kernel in kernels))
 
     def attention_parts(self) -> list[Tensor]:
         """Returns what all attentions work in."""
@@ -181,13 +207,20 @@ class CppOps(Ops):
             return PackedTable(self._linear_kernel(self._matrix_format, shape.needed_by), shape.num_rows, shape.size)
         return PlainTable(shape.num_rows, shape.size, dtype=self._model.dtype, device=self._model.device)
 
-    def _linear_kernel(self, weight_format: WeightFormat, needed_by: tuple[str, ...]) -> LinearKernel:
-        kernel = self._kernel(linear_spec(weight_format, self._arch, needed_by=needed_by))
-        if weight_format not in self._linear_kernels:
-            self._linear_kernels[weight_format] = LinearKernel(
-                kernel, self._max_rows, self._model.max_in_features, self._model.device
+    def _linear_kernel(
+        self, weight_format: WeightFormat, needed_by: tuple[str, ...], *, over_ranks: bool = False
+    ) -> LinearKernel:
+        kernel = self._kernel(linear_spec(weight_format, self._arch, over_ranks=over_ranks, needed_by=needed_by))
+        if (weight_format, over_ranks) not in self._linear_kernels:
+            other = self._linear_kernels.get((weight_format, not over_ranks))
+            self._linear_kernels[weight_format, over_ranks] = LinearKernel(
+                kernel,
+                self._max_rows,
+                self._model.max_in_features,
+                self._model.device,
+                None if other is None else other.workspace,
             )
-        return self._linear_kernels[weight_format]
+        return self._linear_kernels[weight_format, over_ranks]
 
     def embedding(
         self,
@@ -217,7 +250,22 @@ class CppOps(Ops):
         return self._linear(shape, self._matrix_format)
 
     def _linear(self, shape: LinearShape, weight_format: WeightFormat) -> Linear:
-        return Linear(self._linear_kernel(weight_format, shape.needed_by), shape.in_features, shape.out_features)
+        over_ranks = self._over_ranks(shape)
+        return Linear(
+            self._linear_kernel(weight_format, shape.needed_by, over_ranks=over_ranks is not None),
+            shape.in_features,
+            shape.out_features,
+            ranks=self._backend.splitting(shape),
+            over_ranks=over_ranks,
+        )
+
+    def _over_ranks(self, shape: LinearShape, *, routed: bool = False) -> OverRanks | None:
+        """Returns what surrounds the products of a layer, where ranks sum them."""
+        if shape.sum_ranks != "products":
+            return None
+        row_maxima = RowMaximaKernel(self._kernel(row_maxima_spec(self._arch)), self._backend.ranks)
+        sums = self._kernel(sum_products_spec(self._arch, routed=routed))
+        return OverRanks(row_maxima, SumProductsKernel(sums, self._backend.ranks))
 
     def norm(self, shape: FeatureNorm) -> fused.Norm:
         return fused.Norm(self._norm_kernel(shape), self._norm_weights(shape))
@@ -348,14 +396,27 @@ class CppOps(Ops):
         )
 
     def _groups(self, num_experts: int, shape: LinearShape) -> Groups:
-        spec = linear_spec(self._matrix_format, self._arch, routed=True, needed_by=shape.needed_by)
+        ranks, over_ranks = self._backend.splitting(shape), self._over_ranks(shape, routed=True)
+        sums = over_ranks is not None
+        spec = linear_spec(self._matrix_format, self._arch, routed=True, over_ranks=sums, needed_by=shape.needed_by)
         kernel = self._kernel(spec)
-        if self._grouped_kernel is None:
-            max_rows = self._max_rows * self._model.max_choices
-            self._grouped_kernel = GroupedLinearKernel(
-                kernel, max_rows, self._model.max_in_features, self._model.device
+        if sums not in self._grouped_kernels:
+            other = self._grouped_kernels.get(not sums)
+            self._grouped_kernels[sums] = GroupedLinearKernel(
+                kernel,
+                self._max_rows * self._model.max_choices,
+                self._model.max_in_features,
+                self._model.device,
+                None if other is None else other.workspace,
             )
-        return Groups(self._grouped_kernel, num_experts, shape.in_features, shape.out_features)
+        return Groups(
+            self._grouped_kernels[sums],
+            num_experts,
+            shape.in_features,
+            shape.out_features,
+            ranks=ranks,
+            over_ranks=over_ranks,
+        )
 
     def head(self, table: AnyTable, shape: HeadShape) -> Head:
         softcap = None

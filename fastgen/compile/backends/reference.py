@@ -6,6 +6,7 @@ from functools import partial
 from typing import cast
 
 from fastgen.compile.backends.backend import Backend
+from fastgen.compile.backends.model_ops import Ops
 from fastgen.compile.backends.modules.reference import (
     Activation,
     AddNorm,
@@ -21,7 +22,7 @@ from fastgen.compile.backends.modules.reference import (
 )
 from fastgen.compile.backends.modules.reference_attention import Attention, LatentAttention
 from fastgen.compile.backends.modules.stored import StoredGroups
-from fastgen.compile.backends.ops import AddOp, Ops
+from fastgen.compile.backends.ops import AddOp
 from fastgen.compile.backends.ops import Table as AnyTable
 from fastgen.compile.backends.shapes import (
     ActivationShape,
@@ -53,13 +54,14 @@ class ReferenceBackend(Backend):
 
     def ops(self, model: ModelShape) -> ReferenceOps:
         """Returns what makes the ops of a model."""
-        return ReferenceOps(model)
+        return ReferenceOps(self, model)
 
 
 class ReferenceOps(Ops):
     """Makes ops that torch computes. Activations are in the model's dtype."""
 
-    def __init__(self, model: ModelShape):
+    def __init__(self, backend: ReferenceBackend, model: ModelShape):
+        self._splitting = backend.splitting
         self._dtype, self._device = model.dtype, model.device
         self._weight_format = cast(WeightOnlyFormat | None, model.weight_format)
 
@@ -95,6 +97,7 @@ class ReferenceOps(Ops):
             dtype=self._dtype,
             device=self._device,
             weight_format=weight_format,
+            ranks=self._splitting(shape),
         )
 
     def norm(self, shape: FeatureNorm) -> Norm:

@@ -48,12 +48,17 @@ class TableShape:
 
 @dataclass(frozen=True)
 class LinearShape:
-    """Linear layers of one input, stacked: part ``i`` has ``out_features[i]`` outputs, and a bias if ``biased[i]``."""
+    """Linear layers of one input, stacked: part ``i`` has ``out_features[i]`` outputs, and a bias if ``biased[i]``.
+
+    Where ranks split the inputs, ``sum_ranks`` says what is summed over them: the results, by the layer's caller, or
+    integer products, by the layer itself.
+    """
 
     in_features: int
     out_features: tuple[int, ...]
     biased: tuple[bool, ...]
     needed_by: tuple[str, ...] = ()
+    sum_ranks: Literal["results", "products"] | None = None
 
     @property
     def total(self) -> int:

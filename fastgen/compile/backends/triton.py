@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastgen.compile.backends.backend import MAX_LOGPROBS, Backend
+from fastgen.compile.backends.model_ops import Ops
 from fastgen.compile.backends.modules import fused
 from fastgen.compile.backends.modules.composed import ProjectedAttention as ComposedAttention
 from fastgen.compile.backends.modules.reference import router_correction
@@ -30,7 +31,7 @@ from fastgen.compile.backends.modules.triton import (
     ProjectedAttention,
     Router,
 )
-from fastgen.compile.backends.ops import Ops, Table
+from fastgen.compile.backends.ops import Table
 from fastgen.compile.backends.shapes import (
     ActivationShape,
     ExpertsShape,
@@ -217,6 +218,7 @@ class TritonOps(Ops):
             dtype=self._dtype,
             device=self._device,
             weight_format=self._weight_format,
+            ranks=self.backend.splitting(shape),
         )
 
     def _linear_kernel(

@@ -28,10 +28,13 @@ LINE_BYTES = 64
 AREA_BYTES = 1 << 20
 # Seconds for which a rank waits for another in the middle of a step.
 TIMEOUT_S = 10.0
+# The same while weights are loaded: other ranks may build kernels, or read from a slow disk.
+LOADING_TIMEOUT_S = 1800.0
 RUNNING, ENDED = 0, -1  # other states are 1 + the rank that did not come
-# Looks at a word before other processes get the core, and for how many seconds then.
+# Looks at a word before other processes get the core, and for how many seconds then, at first and at most.
 _SPINS = 1000
 _NAP_S = 20e-6
+_LONGEST_NAP_S = 1e-3
 
 
 def areas_offset(count: int) -> int:
@@ -106,13 +109,15 @@ class RankMemory:
 def wait_for(condition: Callable[[], bool], memory: RankMemory, timeout_s: float) -> bool:
     """Waits until ``condition()`` is true. Returns false if it is not within the time, or the ranks end."""
     deadline_s = time.monotonic() + timeout_s
+    spins, nap_s = _SPINS, _NAP_S
     while True:
-        for _ in range(_SPINS):
+        for _ in range(spins):
             if condition():
                 return True
         if memory.state != RUNNING or time.monotonic() > deadline_s:
             return bool(condition())
-        time.sleep(_NAP_S)
+        time.sleep(nap_s)
+        spins, nap_s = max(1, spins // 2), min(2 * nap_s, _LONGEST_NAP_S)
 
 
 def _unnamed_file(size_bytes: int) -> int:
@@ -144,6 +149,12 @@ class SharedRanks:
                 total = total + other.float()
             piece.copy_(total)
 
+    def all_max(self, x: Tensor) -> None:
+        """Replaces the contiguous ``x`` by the largest of all ranks' numbers in each place."""
+        for piece in torch.split(x.view(-1), self.memory.area_bytes // x.element_size()):
+            for other in self._exchange(piece, LOADING_TIMEOUT_S):
+                torch.maximum(piece, other, out=piece)
+
     def gather(self, x: Tensor, out: Tensor) -> None:
         """Writes the columns ``x [R, n]`` of all ranks side by side into ``out [R, V]`` of rank 0."""
         columns = [share(out.shape[1], index, self.count) for index in range(self.count)]
@@ -154,14 +165,14 @@ class SharedRanks:
             for index, (first, end) in enumerate(columns if self.index == 0 else ()):
                 to[:, first:end].copy_(self.memory.area(number, index, to[:, first:end]))
 
-    def _exchange(self, x: Tensor) -> Sequence[Tensor]:
-        number = self._give(x)
+    def _exchange(self, x: Tensor, timeout_s: float | None = None) -> Sequence[Tensor]:
+        number = self._give(x, timeout_s)
         return [self.memory.area(number, index, x) for index in range(self.count)]
 
-    def _give(self, x: Tensor) -> int:
+    def _give(self, x: Tensor, timeout_s: float | None = None) -> int:
         number = self.memory.begin(self.index)
         self.memory.area(number, self.index, x).copy_(x)
-        self.memory.meet(number, self.index, self.timeout_s)
+        self.memory.meet(number, self.index, self.timeout_s if timeout_s is None else timeout_s)
         return number
 
 

@@ -26,6 +26,10 @@ class Ranks(Protocol):
         """Replaces the contiguous ``x`` by the sum of all ranks' ``x``: that of rank 0, plus that of rank 1, and so on,
         added in fp32. So every rank has the same bits, and they do not depend on other rows."""
 
+    def all_max(self, x: Tensor) -> None:
+        """Replaces the contiguous ``x`` by the largest of all ranks' numbers in each place. It is called while weights
+        are loaded, when ranks may be minutes apart."""
+
     def gather(self, x: Tensor, out: Tensor) -> None:
         """Writes the columns ``x [R, n]`` of all ranks side by side into ``out [R, V]`` of rank 0. Ranks have the
         columns of :func:`share`; the ``out`` of other ranks may hold anything afterwards."""
@@ -39,6 +43,10 @@ class DescribedRanks:
     def all_reduce(self, x: Tensor) -> None:
         """Does nothing."""
         assert x.is_meta, "a rank's model runs only where it is connected to the others"
+
+    def all_max(self, x: Tensor) -> None:
+        """Does nothing."""
+        assert x.is_meta, "a rank's weights are loaded only where it is connected to the others"
 
     def gather(self, x: Tensor, out: Tensor) -> None:
         """Does nothing."""

@@ -23,6 +23,10 @@ QUANTIZED: dict[str, tuple[QuantizedFormat, ...]] = {
     "torch": _WEIGHT_ONLY,
 }
 
+# Formats whose inputs are quantized too, with a scale for each row.
+QUANTIZED_BY_ROWS: tuple[QuantizedFormat, ...] = ("int8",)
+# Formats with a scale for each output.
+SCALED_BY_OUTPUT: tuple[QuantizedFormat, ...] = ("int8", "int8_weight_only", "fp8_weight_only")
 # Neighbouring values of a row that share a scale, in formats with several scales a row.
 GROUP = 32
 _SMALLEST = 1e-30  # rows of smaller values are quantized to zero; 127 divided by them would overflow
@@ -36,10 +40,18 @@ class Quantized:
     scale: Tensor
 
 
-def quantize_channels(weight: Tensor) -> Quantized:
-    """Quantizes ``weight [out, in]`` to 8 bits with one scale for each output; codes are −127 to 127."""
+def largest_of(weight: Tensor) -> Tensor:
+    """Returns the largest magnitude of each row of ``weight [out, in]``, in fp32: ``[out]``."""
+    return torch.maximum(weight.amax(1), -weight.amin(1)).float()
+
+
+def quantize_channels(weight: Tensor, largest: Tensor | None = None) -> Quantized:
+    """Quantizes ``weight [out, in]`` to 8 bits with one scale for each output; codes are −127 to 127.
+
+    Where ``weight`` is a part of the inputs, ``largest [out]`` are the results of :func:`largest_of` for all inputs.
+    """
     wide = weight.float()
-    scale = wide.abs().amax(1, keepdim=True) / 127
+    scale = (largest_of(weight) if largest is None else largest).unsqueeze(1) / 127
     return Quantized(torch.round(wide / scale.clamp(min=_SMALLEST)).to(torch.int8), scale)
 
 

@@ -30,7 +30,8 @@ _STEPS = {"bf16_dot": 2, "int8": 4, "int4": GROUP}
 # Formats that a matrix unit multiplies, and the weights of one output that one tile of them has.
 TILED: dict[WeightFormat, int] = {"bf16": 32, "bf16_dot": 32, "int8": 64, "int4": GROUP}
 _SCALED = ("int8_weight_only", "int8")
-_MAX_IN_FEATURES = (2**31 - 1) // 127**2  # so that a sum of products of 8 bits has room in 32
+# So that a sum of products of 8 bits has room in 32.
+MAX_IN_FEATURES = (2**31 - 1) // 127**2
 _PIECE = 4 << 20  # weights converted at a time
 _CPU = torch.device("cpu")
 
@@ -83,7 +84,7 @@ class PackedWeight:
     ):
         if weight_format not in get_args(WeightFormat):
             raise InvalidArgumentError(f"weight format {weight_format!r}: expected {', '.join(get_args(WeightFormat))}")
-        most = _MAX_IN_FEATURES if weight_format == "int8" else sys.maxsize
+        most = MAX_IN_FEATURES if weight_format == "int8" else sys.maxsize
         if out_features < 1 or not 1 <= in_features <= most:
             raise InvalidArgumentError(
                 f"a weight of {out_features} x {in_features} cannot be packed in {weight_format}"
@@ -120,8 +121,12 @@ class PackedWeight:
         one.scale, one.bias = self.scale[outputs], self.bias[outputs]
         return one
 
-    def write(self, start: int, rows: Tensor) -> None:
-        """Packs ``rows [n, in_features]`` as outputs ``start`` to ``start + n``. Raises ``ValueError``."""
+    def write(self, start: int, rows: Tensor, largest: Tensor | None = None) -> None:
+        """Packs ``rows [n, in_features]`` as outputs ``start`` to ``start + n``. Raises ``ValueError``.
+
+        In formats with a scale for each output, ``largest [n]`` are the magnitudes that get the largest code, where
+        these are not those of ``rows``.
+        """
         end = start + len(rows)
         if start < 0 or end > self.out_features or rows.shape[1:] != (self.in_features,):
             raise ValueError(
@@ -134,8 +139,9 @@ class PackedWeight:
             count = min(end - start, self._panel - place if place else piece)
             if not place and count > self._panel:
                 count -= count % self._panel
-            self._write_piece(start, rows[:count])
+            self._write_piece(start, rows[:count], None if largest is None else largest[:count])
             start, rows = start + count, rows[count:]
+            largest = None if largest is None else largest[count:]
 
     def rows(self, indices: Tensor) -> Tensor:
         """Returns the rows ``indices [n]`` of the weight, dequantized, in fp32: ``[n, in_features]``. Only these rows
@@ -162,9 +168,9 @@ class PackedWeight:
         codes = torch.stack([both & 15, both >> 4], dim=2).to(torch.int8) - 8
         return (codes.flatten(2) * scale.unsqueeze(2)).flatten(1)
 
-    def _write_piece(self, start: int, rows: Tensor) -> None:
+    def _write_piece(self, start: int, rows: Tensor, largest: Tensor | None) -> None:
         """Writes a number of panels, or a part of one."""
-        values = self._convert(rows)
+        values = self._convert(rows, largest)
         panels = slice(start // self._panel, -(-(start + len(rows)) // self._panel))
         if len(rows) % self._panel:
             before, place = self._read(torch.tensor([panels.start])), slice(start % self._panel, None)
@@ -194,10 +200,10 @@ class PackedWeight:
         scale = self.scale.view(-1, self._panel)[panels].view(-1, 1)
         return Quantized(codes ^ -128 if self.format == "int8" else codes, scale)
 
-    def _convert(self, rows: Tensor) -> Tensor | Quantized:
+    def _convert(self, rows: Tensor, largest: Tensor | None) -> Tensor | Quantized:
         if self.format in _FLOATS:
             return rows.to(_FLOATS[self.format])
-        return quantize_groups(rows) if self.format == "int4" else quantize_channels(rows)
+        return quantize_groups(rows) if self.format == "int4" else quantize_channels(rows, largest)
 
     def _view(self, panels: Tensor) -> Tensor:
         """Returns a view of the panels' bytes as numbers, in the order of ``[outputs, in_features]``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgen.compile.weights.formats import GROUP, WeightOnlyFormat, quantize_channels, quantize_groups
+from fastgen.compile.weights.formats import GROUP, WeightOnlyFormat, largest_of, quantize_channels, quantize_groups
 
 # The short name of the dtype of the codes, by format.
 CODES = {"int8_weight_only": "i8", "int4_weight_only": "u8", "fp8_weight_only": "u8"}
@@ -43,11 +43,17 @@ class QuantizedWeight:
     def size_bytes(self) -> int:
         return self.codes.nbytes + self.scale.nbytes
 
-    def write(self, start: int, rows: Tensor) -> None:
-        """Quantizes ``rows [n, in]`` of any float dtype, which become outputs ``start`` to ``start + n``."""
-        step = max(1, _PIECE // self.in_features)
+    def write(self, start: int, rows: Tensor, largest: Tensor | None = None) -> None:
+        """Quantizes ``rows [n, in]`` of any float dtype, which become outputs ``start`` to ``start + n``.
+
+        In formats with a scale for each output, ``largest [n]`` are the magnitudes that get the largest code, where
+        these are not those of ``rows``.
+        """
+        step, device = max(1, _PIECE // self.in_features), self.codes.device
         for first in range(0, len(rows), step):
-            codes, scale = self._quantized(rows[first : first + step].to(self.codes.device))
+            piece = slice(first, first + step)
+            its_largest = None if largest is None else largest[piece].to(device)
+            codes, scale = self._quantized(rows[piece].to(device), its_largest)
             place = slice(start + first, start + first + len(codes))
             self.codes[place], self.scale[place] = codes, scale
 
@@ -69,23 +75,22 @@ class QuantizedWeight:
         halves = codes.view(len(codes), -1, 1, GROUP // 2)
         return torch.cat([halves & 15, halves >> 4], dim=2).flatten(1).float() - 8
 
-    def _quantized(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _quantized(self, rows: Tensor, largest: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns codes and scales in the stored layout."""
         if self.format == "int8_weight_only":
-            rounded = quantize_channels(rows)
+            rounded = quantize_channels(rows, largest)
             return rounded.codes, rounded.scale.flatten()
         if self.format == "int4_weight_only":
             groups = quantize_groups(rows)
             low, high = (groups.codes + 8).to(torch.uint8).view(len(rows), -1, 2, GROUP // 2).unbind(2)
             return (low | high << 4).flatten(1), groups.scale.half()
-        wide = rows.float()
-        scale = wide.abs().amax(1) / _LARGEST_FP8
-        codes = (wide / torch.where(scale == 0, 1.0, scale)[:, None]).to(torch.float8_e4m3fn)
+        scale = (largest_of(rows) if largest is None else largest) / _LARGEST_FP8
+        codes = (rows.float() / torch.where(scale == 0, 1.0, scale)[:, None]).to(torch.float8_e4m3fn)
         return codes.view(torch.uint8), scale
 
 
-def quantized(weight: Tensor, weight_format: WeightOnlyFormat) -> QuantizedWeight:
-    """Quantizes ``weight [out, in]`` of a float dtype."""
+def quantized(weight: Tensor, weight_format: WeightOnlyFormat, largest: Tensor | None = None) -> QuantizedWeight:
+    """Quantizes ``weight [out, in]`` of a float dtype; for ``largest`` see :meth:`QuantizedWeight.write`."""
     stored = QuantizedWeight(weight_format, weight.shape[0], weight.shape[1], weight.device)
-    stored.write(0, weight)
+    stored.write(0, weight, largest)
     return stored

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fastgen.compile.weights.formats import WeightOnlyFormat
+from fastgen.compile.host.ranks import Ranks
+from fastgen.compile.weights.formats import SCALED_BY_OUTPUT, WeightOnlyFormat, largest_of
 from fastgen.compile.weights.packed import PackedWeight
 from fastgen.compile.weights.quantized import QuantizedWeight, quantized
 
@@ -30,13 +31,25 @@ class Rows(Protocol):
         """Tells if the weight holds exactly these rows, rounded and packed."""
 
 
+def _largest_of_all(rows: Tensor, weight_format: str, ranks: Ranks | None) -> Tensor | None:
+    """Returns the largest magnitude of each row over all ``ranks``, each of which has some of its inputs; ``None`` in a
+    format that has no scales for it, or where there are no ``ranks``."""
+    if ranks is None or weight_format not in SCALED_BY_OUTPUT:
+        return None
+    largest = largest_of(rows)
+    ranks.all_max(largest)
+    return largest
+
+
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows ``start .. start + shape[0] - 1`` of a packed weight, written as ``[out, in]``."""
+    """Rows ``start .. start + shape[0] - 1`` of a packed weight, written as ``[out, in]``. If ``ranks`` split the
+    inputs, they write at the same time, and scales are those of whole rows."""
 
     weight: PackedWeight
     start: int
     shape: tuple[int, int]
+    ranks: Ranks | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -44,32 +57,34 @@ class PackedRows:
         return torch.float16 if self.weight.format == "fp16" else torch.float32
 
     def copy_(self, rows: Tensor) -> None:
-        self.weight.write(self.start, rows)
+        self.weight.write(self.start, rows, _largest_of_all(rows, self.weight.format, self.ranks))
 
     def holds(self, rows: Tensor) -> bool:
         """Tells if the weight holds exactly these rows, packed."""
         there = self.weight.rows(torch.arange(self.start, self.start + len(rows)))
         packed = PackedWeight(self.weight.format, *self.shape, self.weight.arch)
-        packed.write(0, rows)
+        packed.write(0, rows, _largest_of_all(rows, self.weight.format, self.ranks))
         return torch.equal(there, packed.rows(torch.arange(len(rows))))
 
 
 @dataclass(frozen=True)
 class QuantizedRows:
     """Rows ``start .. start + shape[0] - 1`` of a quantized weight, written as ``[out, in]`` in a model of
-    ``dtype``."""
+    ``dtype``. If ``ranks`` split the inputs, they write at the same time, and scales are those of whole rows."""
 
     weight: QuantizedWeight
     start: int
     shape: tuple[int, int]
     dtype: torch.dtype
+    ranks: Ranks | None = None
 
     def copy_(self, rows: Tensor) -> None:
-        self.weight.write(self.start, rows)
+        self.weight.write(self.start, rows, _largest_of_all(rows, self.weight.format, self.ranks))
 
     def holds(self, rows: Tensor) -> bool:
         """Tells if the weight holds exactly these rows, rounded."""
-        place, other = slice(self.start, self.start + self.shape[0]), quantized(rows, self.weight.format)
+        largest = _largest_of_all(rows, self.weight.format, self.ranks)
+        place, other = slice(self.start, self.start + self.shape[0]), quantized(rows, self.weight.format, largest)
         codes, scale = self.weight.codes[place].to(rows.device), self.weight.scale[place].to(rows.device)
         return torch.equal(codes, other.codes) and torch.equal(scale, other.scale)
 
@@ -125,9 +140,10 @@ def empty_weight(
 
 
 def weight_rows(
-    weight: nn.Parameter | QuantizedWeight, start: int, num_rows: int, dtype: torch.dtype
+    weight: nn.Parameter | QuantizedWeight, start: int, num_rows: int, dtype: torch.dtype, ranks: Ranks | None = None
 ) -> Tensor | QuantizedRows:
-    """Returns the place of ``num_rows`` rows of ``weight`` from ``start`` on, in a model of ``dtype``."""
+    """Returns the place of ``num_rows`` rows of ``weight`` from ``start`` on, in a model of ``dtype``; ``ranks`` are
+    those that split its inputs."""
     if isinstance(weight, QuantizedWeight):
-        return QuantizedRows(weight, start, (num_rows, weight.in_features), dtype)
+        return QuantizedRows(weight, start, (num_rows, weight.in_features), dtype, ranks)
     return weight.data[start : start + num_rows]

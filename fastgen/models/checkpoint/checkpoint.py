@@ -65,7 +65,8 @@ class Checkpoint:
         return Read(name, self.tensors[name], ranges)
 
     def stream(self, reads: Sequence[Read]) -> Generator[tuple[Read, Tensor]]:
-        """Yields what ``reads`` ask for, file by file, each as it is stored and valid until the next one is requested.
+        """Yields what ``reads`` ask for, each as it is stored and valid until the next one is requested. Files come by
+        their names, so that ranks, each of which reads its own pieces, come to a tensor in one order.
 
         At most the size of the largest of these tensors (or 8 MiB) is resident at a time.
         """
@@ -73,8 +74,8 @@ class Checkpoint:
         for read in reads:
             by_file[read.header.file].append(read)
         window_bytes = max([read.size_bytes for read in reads] + [_MIN_WINDOW_BYTES])
-        for file, its_reads in by_file.items():
-            yield from stream_tensors(file, its_reads, window_bytes=window_bytes)
+        for file in sorted(by_file):
+            yield from stream_tensors(file, by_file[file], window_bytes=window_bytes)
 
 
 def _no_weights(directory: Path) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fastgen.compile.weights.formats import GROUP, QuantizedFormat
+from fastgen.compile.weights.formats import GROUP, QUANTIZED_BY_ROWS, QuantizedFormat
+from fastgen.compile.weights.packed import MAX_IN_FEATURES
 from fastgen.errors import InvalidArgumentError
 from fastgen.models.spec import AttentionSpec, LatentAttentionSpec, LinearSpec, MlpSpec, ModelSpec, MoeSpec, PartSpec
 
@@ -52,12 +53,16 @@ def obstacle(spec: ModelSpec, count: int, weight_format: QuantizedFormat | None 
             if found is not None:
                 return found
             if weight_format in _GROUPED:
-                for linear in _by_inputs(each.part):
+                for linear in by_inputs(each.part):
                     if linear.in_features % (count * GROUP):
                         return (
                             f"a share of {linear.in_features} inputs is no multiple of the {GROUP} that share a scale "
                             f"in {weight_format}"
                         )
+            if weight_format in QUANTIZED_BY_ROWS:
+                most = max(linear.in_features for linear in by_inputs(each.part))
+                if most > MAX_IN_FEATURES:
+                    return f"a sum of {most} products of 8 bits has no room in the 32 in which ranks add them"
     return None
 
 
@@ -87,8 +92,8 @@ def mlps_of(part: Part) -> tuple[MlpSpec, ...]:
     return ()
 
 
-def _by_inputs(part: Part) -> Iterator[LinearSpec]:
-    """Yields the maps of a part that are split by their inputs."""
+def by_inputs(part: Part) -> Iterator[LinearSpec]:
+    """Yields the maps of a part that are split by their inputs, one of its experts for all."""
     if isinstance(part, AttentionSpec | LatentAttentionSpec):
         yield part.output
     yield from (mlp.down for mlp in mlps_of(part))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fastgen.compile.weights.formats import QuantizedFormat
-from fastgen.models.shard.obstacles import Part, parallel_sizes
+from fastgen.models.shard.obstacles import Part, by_inputs, parallel_sizes
 from fastgen.models.shard.shard import shards
 from fastgen.models.spec import AttentionSpec, LatentAttentionSpec, MlpSpec, ModelSpec, MoeSpec
 
@@ -42,7 +42,8 @@ def plan_shards(
     own = ranks[0]
     kinds = Counter(_described(before, after, count) for before, after in zip(whole.parts(), own.parts(), strict=True))
     tables = f"vocabulary: {own.embedding.tokens.shape[0]} of {whole.embedding.tokens.shape[0]} tokens"
-    num_sums = 1 + sum(len(layer.branches) for layer in whole.layers) + sum(_norms_ranks(each) for each in own.parts())
+    branches = [branch for layer in own.layers for branch in layer.branches]
+    num_sums = 1 + sum(branch.sum_ranks for branch in branches) + sum(map(_num_sums, own.parts()))
     return ShardPlan(
         whole,
         ranks,
@@ -54,10 +55,12 @@ def plan_shards(
     )
 
 
-def _norms_ranks(part: Part) -> bool:
-    """Tells if a norm over the heads of all ranks needs a sum of its own."""
+def _num_sums(part: Part) -> int:
+    """Returns the sums within a part: of a norm over the heads of all ranks, and of integer products. Experts share
+    one."""
     norms = (part.q_norm, part.k_norm) if isinstance(part, AttentionSpec) else ()
-    return any(norm is not None and norm.over == "ranks" for norm in norms)
+    over_norms = any(norm is not None and norm.over == "ranks" for norm in norms)
+    return over_norms + sum(linear.sum_ranks == "products" for linear in by_inputs(part))
 
 
 def _described(before: Part, after: Part, count: int) -> str:

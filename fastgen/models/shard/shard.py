@@ -3,9 +3,10 @@
 Heads of attention and features of feed-forward layers are split over the ranks, as Megatron-LM does (Shoeybi et al.,
 2019): the first maps of a part by their outputs, the last one by its inputs. So each rank has a share of the part's
 sum, and each branch ends in one sum over the ranks. What is added once, a bias of such a last map or learned positions,
-is rank 0's. An expert is split like any feed-forward layer, so all ranks compute equally much, whichever experts tokens
-go to. The vocabulary is split by rows of its tables. What remains is small and held by every rank: norms, routers,
-latent attention's maps down.
+is rank 0's. Where inputs are quantized by rows, the last map itself sums over the ranks: its products are integers, so
+their sum is that of one rank, and then each rank scales it and adds the bias. An expert is split like any feed-forward
+layer, so all ranks compute equally much, whichever experts tokens go to. The vocabulary is split by rows of its tables.
+What remains is small and held by every rank: norms, routers, latent attention's maps down.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import replace
 from glob import escape
 
 from fastgen.compile.host.ranks import share
-from fastgen.compile.weights.formats import QuantizedFormat
+from fastgen.compile.weights.formats import QUANTIZED_BY_ROWS, QuantizedFormat
 from fastgen.models.shard.obstacles import Part, check_count
 from fastgen.models.spec import (
     AttentionSpec,
@@ -46,7 +47,7 @@ def shard(spec: ModelSpec, rank: Rank, weight_format: QuantizedFormat | None = N
     check_count(spec, rank.count, weight_format)
     if rank.count == 1:
         return spec
-    sharding = _Sharding(rank)
+    sharding = _Sharding(rank, sums_products=weight_format in QUANTIZED_BY_ROWS)
     return _without_the_rest(
         spec,
         replace(
@@ -74,10 +75,11 @@ def _without_the_rest(whole: ModelSpec, own: ModelSpec) -> ModelSpec:
 
 
 class _Sharding:
-    """Takes the share of ``rank`` of each part of a spec."""
+    """Takes the share of ``rank`` of each part of a spec. If it ``sums_products``, maps that are split by their inputs
+    end in a sum over the ranks; otherwise their branches do."""
 
-    def __init__(self, rank: Rank):
-        self.rank = rank
+    def __init__(self, rank: Rank, *, sums_products: bool):
+        self.rank, self.sums_products = rank, sums_products
 
     def embedding(self, spec: EmbeddingSpec) -> EmbeddingSpec:
         # Positions that are added to tokens directly are in the sum over ranks.
@@ -96,7 +98,7 @@ class _Sharding:
 
     def branch(self, spec: BranchSpec) -> BranchSpec:
         parts = tuple(replace(each, part=self._part(each.part)) for each in spec.parts)
-        return replace(spec, parts=parts, sum_ranks=True)
+        return replace(spec, parts=parts, sum_ranks=not self.sums_products)
 
     def _part(self, part: Part) -> Part:
         match part:
@@ -164,7 +166,8 @@ class _Sharding:
             linear,
             in_features=columns[1] - columns[0],
             weight=_piece(linear.weight, (0, linear.out_features), columns),
-            bias=linear.bias if self.rank.index == 0 else None,
+            bias=linear.bias if self.rank.index == 0 or self.sums_products else None,
+            sum_ranks="products" if self.sums_products else "results",
         )
 
     def _rows(self, tensor: TensorSpec) -> TensorSpec:

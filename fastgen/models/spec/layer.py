@@ -208,7 +208,7 @@ class BranchSpec:
     """``x = sum_norm(x + scale * output_norm(part1(norm(x)) + part2(norm(x)) …))``; any norm may be absent.
 
     Two parts in one branch run in parallel on the same input. With ``sum_ranks`` each rank has a share of the parts'
-    sum, and the shares are summed over the ranks before ``output_norm``.
+    sum, and the shares are summed over the ranks before ``output_norm``. Without it each rank has all of the sum.
     """
 
     name: str

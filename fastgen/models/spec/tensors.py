@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastgen.errors import RecipeError
 
@@ -67,13 +67,18 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """``y = x Wᵀ (+ b)`` with ``W [out_features, in_features]``."""
+    """``y = x Wᵀ (+ b)`` with ``W [out_features, in_features]``.
+
+    Where ranks split the inputs, ``sum_ranks`` says what is summed over them: the results, by the branch that the map
+    is in; or the integer products of quantized inputs and weights, by the map itself, which then has all of ``y``.
+    """
 
     weight: TensorSpec
     bias: TensorSpec | None
     in_features: int
     out_features: int
     node: NodeRef
+    sum_ranks: Literal["results", "products"] | None = None
 
 
 def tensors_of(node: object) -> Iterator[TensorSpec]:

@@ -20,6 +20,7 @@ from fastgen.models.spec import ModelSpec
 from fastgen.runtime.memory.sizes import EngineConfig
 from fastgen.runtime.step.forward import Results
 from fastgen.runtime.step.input_buffers import InputBuffers
+from fastgen.runtime.step.mailbox import Mailbox
 from fastgen.runtime.step.plans import MAX_PAIRS, PlanBoard
 
 
@@ -58,11 +59,12 @@ def plan_bytes(config: EngineConfig) -> int:
 
 def rank_memory_sizes(spec: ModelSpec, config: EngineConfig) -> tuple[int, int, int]:
     """Returns how many ranks share the model of which ``spec`` is a part, and the bytes of an area of their memory and
-    of its place for plans. An area holds at least a row of logits."""
+    of its place for plans and the mailbox. An area holds at least a row of logits."""
     count = spec.rank.count
     row_bytes = 4 * -(-spec.vocab_size // count)
     area_bytes = max(AREA_BYTES, -(-row_bytes // LINE_BYTES) * LINE_BYTES)
-    return count, area_bytes, PlanBoard.size_bytes(count, plan_bytes(config))
+    other_bytes = PlanBoard.size_bytes(count, plan_bytes(config)) + Mailbox.size_bytes(config.max_rows)
+    return count, area_bytes, other_bytes
 
 
 def results(build: ModelBuild, config: EngineConfig) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from fastgen.arguments import in_gib
-from fastgen.compile.backends.ops import Ops
+from fastgen.compile.backends.model_ops import Ops
 from fastgen.compile.capture.allocations import META
 from fastgen.compile.host.device import Device
 from fastgen.compile.host.rank_memory import memory_bytes

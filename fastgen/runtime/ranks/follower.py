@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -19,28 +17,25 @@ import torch
 from torch import Tensor
 
 from fastgen.compile.backends.choose import choose_backend
-from fastgen.compile.host.rank_memory import RUNNING, RankMemory, SharedRanks
+from fastgen.compile.host.parent import end_with
+from fastgen.compile.host.rank_memory import RUNNING, SharedRanks
 from fastgen.compile.host.ranks import share
-from fastgen.errors import FastgenError
+from fastgen.runtime.ranks.decodes import FollowedDecodes
 from fastgen.runtime.ranks.part import load_forward, new_inputs, new_model
-from fastgen.runtime.ranks.setup import RankSetup, memory_for
+from fastgen.runtime.ranks.setup import RankSetup, SharedMemory, check_same, memory_for
 from fastgen.runtime.ranks.team import FAILED, GO, LOADED, READY
 from fastgen.runtime.step.faults import cause_of
-from fastgen.runtime.step.forward import Forward
+from fastgen.runtime.step.forward import Forward, TapedForward
 from fastgen.runtime.step.input_batch import InputBatch
 from fastgen.runtime.step.model_runner import PROMPT_LOGITS_ROWS
 from fastgen.runtime.step.plans import Kind, Plan
-from fastgen.version import __version__
-
-# Seconds between two looks whether the leader's process is there.
-_LOOK_S = 0.2
 
 
 class Follower:
     """Carries out plans with the ``forward`` pass of one rank."""
 
-    def __init__(self, forward: Forward, inputs: InputBatch):
-        self._forward, self._inputs = forward, inputs
+    def __init__(self, forward: Forward, inputs: InputBatch, decodes: FollowedDecodes | None):
+        self._forward, self._inputs, self._decodes = forward, inputs, decodes
         self._hidden = torch.empty(0)
 
     def carry_out(self, plan: Plan) -> None:
@@ -60,13 +55,16 @@ class Follower:
                 self._forward.copy_blocks(plan.numbers[0], sources, destinations)
             case Kind.WRITE_TABLES:
                 self._inputs.write_tables(*_numbers(plan).view(2, -1))
+            case Kind.DECODES:
+                assert self._decodes is not None, "the leader has tapes of decodes where all ranks have"
+                self._decodes.follow(plan.numbers[1], torch.from_numpy(plan.payload).view(torch.int32))
 
 
 def _numbers(plan: Plan) -> Tensor:
     return torch.from_numpy(plan.payload).view(torch.int64)
 
 
-def build(setup: RankSetup, memory: RankMemory, connection: Connection[Any, Any]) -> Follower:
+def build(setup: RankSetup, shared: SharedMemory, connection: Connection[Any, Any]) -> Follower:
     """Builds the rank's part of the model, loads its weights, and waits for the others before steps are captured."""
     described, config, device = setup.described, setup.config, setup.device
     backend = choose_backend(
@@ -77,7 +75,8 @@ def build(setup: RankSetup, memory: RankMemory, connection: Connection[Any, Any]
         max_prompt_rows=PROMPT_LOGITS_ROWS,
         num_threads=setup.num_threads,
     )
-    backend.ranks = SharedRanks(memory, described.spec.rank.index)
+    backend.ranks = SharedRanks(shared.memory, described.spec.rank.index)
+    next_decodes, hear = backend.next_decodes(), backend.hear_tokens()
     inputs = new_inputs(described, config, device.torch_device, backend)
     model = new_model(described, config, device.torch_device, backend)
 
@@ -98,7 +97,10 @@ def build(setup: RankSetup, memory: RankMemory, connection: Connection[Any, Any]
         before_steps=meet,
         progress_bar=_no_bar,
     )
-    return Follower(forward, inputs)
+    decodes = None
+    if next_decodes is not None and hear is not None and isinstance(forward, TapedForward):
+        decodes = FollowedDecodes(forward, inputs, next_decodes, hear, shared.mailbox, shared.memory.shared)
+    return Follower(forward, inputs, decodes)
 
 
 @contextmanager
@@ -110,16 +112,16 @@ def _no_bar(title: str, *, unit: str = "", enabled: bool = True) -> Iterator[Cal
 def main() -> None:
     """Builds, then carries out plans until the leader ends."""
     memory_fd, connection_fd, parent = map(int, sys.argv[1:])
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    end_with(parent)
     connection: Connection[Any, Any] = Connection(connection_fd)
     setup: RankSetup = connection.recv()
     rank = setup.described.spec.rank
     _bind(rank.index, rank.count)
-    memory, board = memory_for(setup, memory_fd)
+    shared = memory_for(setup, memory_fd)
+    memory, board = shared.memory, shared.board
     try:
-        if setup.version != __version__:
-            raise FastgenError(f"this rank is of version {__version__}, and the leader of {setup.version}")
-        follower = build(setup, memory, connection)
+        check_same(setup)
+        follower = build(setup, shared, connection)
         connection.send((READY,))
         while True:
             plan = board.next(rank.index, lambda seconds: _sleep(connection, seconds))
@@ -147,13 +149,6 @@ def _bind(index: int, count: int) -> None:
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) >= count:
             os.sched_setaffinity(0, cores[slice(*share(len(cores), index, count))])
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process, wherever it waits, when the process ``parent`` has ended."""
-    while os.getppid() == parent:
-        time.sleep(_LOOK_S)
-    os._exit(1)
 
 
 if __name__ == "__main__":

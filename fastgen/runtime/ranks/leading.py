@@ -27,8 +27,7 @@ class LeadingForward(Forward):
     def hidden(self, batch: RaggedBatch) -> Tensor:
         """Returns the hidden states ``[T, H]``, which every rank has."""
         built = self._inputs.built
-        for pairs in _in_pieces(built.places, built.blocks):
-            self._team.plan(Kind.WRITE_TABLES, (), pairs)
+        self._team.write_tables(built.places, built.blocks)
         numbers = len(batch.input_ids), built.num_updates
         with self._together(Kind.HIDDEN, numbers, built.packed.numpy()):
             return self._own.hidden(batch)
@@ -80,9 +79,3 @@ class LeadingForward(Forward):
     def close(self) -> None:
         """Ends the other ranks."""
         self._team.close()
-
-
-def _in_pieces(places: Array, blocks: Array) -> Iterator[tuple[Array, Array]]:
-    for start in range(0, len(places), MAX_PAIRS):
-        pairs = slice(start, start + MAX_PAIRS)
-        yield places[pairs], blocks[pairs]

@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from fastgen.compile.host.rank_memory import RankMemory, SharedRanks
 from fastgen.errors import RankError
 from fastgen.runtime.ranks.setup import RankSetup, memory_for
-from fastgen.runtime.step.plans import Array, Kind
+from fastgen.runtime.step.plans import MAX_PAIRS, Array, Kind
 
 # The messages between the leader and a rank; each is a tuple that begins with one of these.
 LOADED, GO, READY, FAILED = "loaded", "go", "ready", "failed"
@@ -39,17 +40,29 @@ class _Members:
     is_closing: bool = False
     lost: str | None = None
     watcher: threading.Thread | None = None
+    have_started: threading.Event = field(default_factory=threading.Event)
+    # How many ranks have sent each message so far; guarded by `came`, which is notified of a change and of a loss.
+    num_sent: Counter[str] = field(default_factory=Counter)
+    came: threading.Condition = field(default_factory=threading.Condition)
+
+    @property
+    def are_ready(self) -> bool:
+        """Tells if all ranks take plans."""
+        return self.num_sent[READY] == self.memory.count - 1
 
     def lose(self, why: str) -> None:
         """Notes why the ranks cannot continue, unless that is known, and ends every wait of every rank."""
-        if self.lost is None:
-            self.lost = f"{why}; the model has to be loaded again"
+        with self.came:
+            if self.lost is None:
+                self.lost = f"{why}; the model has to be loaded again" if self.are_ready else why
+            self.came.notify_all()
         self.memory.end()
 
     def end(self) -> None:
         """Ends all processes, by force if they do not end by themselves."""
         self.is_closing = True
         self.memory.end()
+        self.have_started.wait()
         for connection in self.connections:
             with contextlib.suppress(OSError):  # closed before
                 _hang_up(connection)
@@ -65,20 +78,55 @@ class _Members:
         for connection in self.connections:
             connection.close()
 
-    def watch(self) -> None:
-        """Waits until a rank ends or fails, and notes why."""
-        for connection in wait(self.connections):
-            index = 1 + self.connections.index(connection)  # type: ignore[arg-type]
-            why = self._why(index)
-            if not self.is_closing:
-                self.lose(f"rank {index} of {self.memory.count} {why}")
+    def run(self, setups: Sequence[RankSetup]) -> None:
+        """Starts a process for each of ``setups``, and watches all until one ends. The processes end with the thread
+        that calls this, as they do with this process."""
+        try:
+            for setup in setups:
+                if not self.is_closing:
+                    self._start(setup)
+        except Exception as error:
+            self.lose(f"the other ranks cannot be started: {error}")
+        self.have_started.set()
+        self._watch()
 
-    def _why(self, index: int) -> str:
-        with contextlib.suppress(EOFError, OSError):
-            kind, text = self.connections[index - 1].recv()
-            assert kind == FAILED
-            return f"failed: {text}"
-        return f"(process {self.processes[index - 1].pid}) {self._ending(index)}"
+    def _start(self, setup: RankSetup) -> None:
+        ours, theirs = Pipe()
+        with theirs:
+            command = [sys.executable, "-m", "fastgen.runtime.ranks.follower"]
+            descriptors = (self.memory.fd, theirs.fileno())
+            self.processes.append(
+                subprocess.Popen(
+                    [*command, *map(str, descriptors), str(os.getpid())],
+                    pass_fds=descriptors,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is for the leader, which ends the others
+                )
+            )
+        self.connections.append(ours)
+        ours.send(setup)
+
+    def _watch(self) -> None:
+        """Notes what ranks send, until one ends or fails, and then why."""
+        while not self.is_closing and self.lost is None:
+            for connection in wait(self.connections):
+                index = 1 + self.connections.index(connection)  # type: ignore[arg-type]
+                why = self._hear(index)
+                if why is not None and not self.is_closing:
+                    self.lose(f"rank {index} of {self.memory.count} {why}")
+
+    def _hear(self, index: int) -> str | None:
+        """Notes a message of a rank. Returns why the rank cannot continue, if that is what it says."""
+        try:
+            kind, *text = self.connections[index - 1].recv()
+        except (EOFError, OSError):
+            return f"(process {self.processes[index - 1].pid}) {self._ending(index)}"
+        if kind == FAILED:
+            return f"failed: {text[0]}"
+        with self.came:
+            self.num_sent[kind] += 1
+            self.came.notify_all()
+        return None
 
     def _ending(self, index: int) -> str:
         try:
@@ -103,33 +151,17 @@ class Team:
     """
 
     def __init__(self, setups: Sequence[RankSetup]):
-        self.memory, self.board = memory_for(setups[0])
+        self.memory, self.board, self.mailbox = memory_for(setups[0])
+        self._before_plan: weakref.WeakMethod[Callable[[], None]] | None = None
         self._members = members = _Members(self.memory)
         self._finalizer = weakref.finalize(self, members.end)
-        with ending_on_error(self):
-            for setup in setups:
-                self._start(setup)
+        members.watcher = threading.Thread(target=members.run, args=(setups,), name="fastgen ranks", daemon=True)
+        members.watcher.start()
 
     @property
     def own_ranks(self) -> SharedRanks:
         """Rank 0, which this process is."""
         return SharedRanks(self.memory, 0)
-
-    def _start(self, setup: RankSetup) -> None:
-        ours, theirs = Pipe()
-        with theirs:
-            command = [sys.executable, "-m", "fastgen.runtime.ranks.follower"]
-            descriptors = (self.memory.fd, theirs.fileno())
-            self._members.processes.append(
-                subprocess.Popen(
-                    [*command, *map(str, descriptors), str(os.getpid())],
-                    pass_fds=descriptors,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C is for the leader, which ends the others
-                )
-            )
-        self._members.connections.append(ours)
-        ours.send(setup)
 
     def meet(self) -> None:
         """Waits until the weights of each rank are loaded, and has all continue together."""
@@ -138,27 +170,44 @@ class Team:
             connection.send((GO,))
 
     def ready(self) -> None:
-        """Waits until each rank takes plans. From here on the ranks are watched, and send nothing unless they fail."""
+        """Waits until each rank takes plans. From here on the ranks send nothing unless they fail."""
         self._wait_until(READY)
-        self._members.watcher = threading.Thread(target=self._members.watch, name="fastgen ranks", daemon=True)
-        self._members.watcher.start()
 
     def _wait_until(self, message: str) -> None:
         """Waits until each rank has sent ``message``. Raises :class:`RankError` if one ends or fails instead."""
-        for index, connection in enumerate(self._members.connections, 1):
-            try:
-                kind, *text = connection.recv()
-            except (EOFError, OSError):
-                kind, text = FAILED, ["ended while it was loading"]
-            if kind != message:
-                self.close()
-                raise RankError(f"rank {index} of {self.memory.count}: {text[0]}")
+        members = self._members
+        with members.came:
+            members.came.wait_for(lambda: members.lost or members.num_sent[message] == self.memory.count - 1)
+        self.check()
+
+    def before_plans(self, call: Callable[[], None]) -> None:
+        """Has the method ``call`` called before each plan, as long as its object is there."""
+        self._before_plan = weakref.WeakMethod(call)
+
+    def write_tables(self, places: Array, blocks: Array) -> None:
+        """Has the ranks write entries of block tables: flat ``places`` and ``blocks``, i64."""
+        for start in range(0, len(places), MAX_PAIRS):
+            pairs = slice(start, start + MAX_PAIRS)
+            self.plan(Kind.WRITE_TABLES, (), (places[pairs], blocks[pairs]))
 
     def plan(self, kind: Kind, numbers: Sequence[int], arrays: Sequence[Array] = ()) -> None:
         """Has the ranks carry out a plan. Raises :class:`RankError` if they cannot."""
         self.check()
-        try:
+        if self._before_plan is not None and (call := self._before_plan()) is not None:
+            call()
+        with self._giving_up():
             self.board.write(kind, numbers, arrays, self._wake)
+
+    def finish_plans(self) -> None:
+        """Waits until the ranks have carried out all plans. Raises :class:`RankError` if they cannot."""
+        with self._giving_up():
+            self.board.finish()
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Ends the ranks if the block finds that one is lost."""
+        try:
+            yield
         except RankError as error:
             self.give_up(str(error))
             self.check()
@@ -194,10 +243,12 @@ class Team:
 
 @contextlib.contextmanager
 def ending_on_error(team: Team | None) -> Iterator[None]:
-    """Ends the ranks if the block fails."""
+    """Ends the ranks if the block fails. If it waited for a rank in vain, the error says what that rank said."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if team is not None:
             team.close()
+            if isinstance(error, RankError) and team.lost is not None:
+                raise RankError(team.lost) from error
         raise

@@ -168,12 +168,13 @@ class InputBatch:
             block_size=self.block_size,
         )
 
-    def update_tables(self, updates: SequenceOf[BlockUpdate]) -> None:
+    def update_tables(self, updates: SequenceOf[BlockUpdate]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Writes ``updates``, at least one, into the block tables at once. For CPUs, where no copy has to carry
-        them.
+        them. Returns their flat places and their blocks.
         """
         entry, block = self._enter(updates)
         self.buffers.flat_tables.numpy()[entry] = block
+        return entry, block
 
     def sampled_rows(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """Returns views of the slot of each row that needs logits, −1 for unused rows, and of the position of its

@@ -45,6 +45,8 @@ class Kind(enum.IntEnum):
     COPY_BLOCKS = 3
     # Write entries of block tables; places and blocks.
     WRITE_TABLES = 4
+    # Run steady decodes as long as messages tell their tokens: how many, and the last message; their slots.
+    DECODES = 5
 
 
 @dataclass(frozen=True)
@@ -81,17 +83,13 @@ class PlanBoard:
         """Writes the next plan, and wakes ranks that sleep. Raises :class:`RankError` if a rank takes none."""
         began_s = time.perf_counter()
         number = int(self._numbers[0]) + 1
-        others = self._numbers[1:]
-        if not wait_for(lambda: bool((others > number - 1 - _NUM_PLACES).all()), self._memory, TIMEOUT_S):
-            self._memory.check()
-            late = 1 + int((others <= number - 1 - _NUM_PLACES).argmax())
-            raise RankError(f"rank {late} of {self._memory.count} takes no plans")
+        self._wait_until_taken(number - _NUM_PLACES)
         header, payload = self._headers[number % _NUM_PLACES], self._payloads[number % _NUM_PLACES]
         header[2 : 2 + len(numbers)] = numbers
         end = 0
         for array in arrays:
             start, end = end, end + array.nbytes
-            payload[start:end] = array.reshape(-1).view(np.uint8)
+            payload[start:end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         header[0], header[1] = kind * MAX_NUMBERS + len(numbers), end
         self._numbers[0] = number
         for rank in np.flatnonzero(self._asleep).tolist():
@@ -99,6 +97,17 @@ class PlanBoard:
             wake(rank)
         before, took_s = self.costs, time.perf_counter() - began_s
         self.costs = PlanCosts(before.num_plans + 1, before.num_bytes + _HEADER_BYTES + end, before.took_s + took_s)
+
+    def finish(self) -> None:
+        """Waits until all ranks have taken all plans. Raises :class:`RankError` if one takes none."""
+        self._wait_until_taken(int(self._numbers[0]))
+
+    def _wait_until_taken(self, number: int) -> None:
+        others = self._numbers[1:]
+        if not wait_for(lambda: bool((others >= number).all()), self._memory, TIMEOUT_S):
+            self._memory.check()
+            late = 1 + int((others < number).argmax())
+            raise RankError(f"rank {late} of {self._memory.count} takes no plans")
 
     def next(self, rank: int, sleep: Callable[[float], None]) -> Plan:
         """Waits for the next plan for ``rank``. ``sleep`` sleeps for so many seconds, or until it is woken."""

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 from operator import attrgetter
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from fastgen.compile.capture.tape import Tape
 from fastgen.compile.ops.next_decodes.cpp import NextDecodesKernel
@@ -23,6 +25,7 @@ from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.step.early_start import EarlyStart
 from fastgen.runtime.step.forward import TapedForward
 from fastgen.runtime.step.input_batch import InputBatch
+from fastgen.runtime.step.plans import Array
 
 # Returns the sampling parameters of the next token of each sequence.
 RowsOf = Callable[[SequenceOf[Sequence]], SequenceOf[SampledRow]]
@@ -30,11 +33,27 @@ RowsOf = Callable[[SequenceOf[Sequence]], SequenceOf[SampledRow]]
 _NEXT = (1).__add__
 
 
+class OtherRanks(Protocol):
+    """Other ranks of the model, which run the same steps."""
+
+    def begin(self, slots: Tensor) -> None:
+        """Has them follow steps of the decodes in ``slots [R]`` i32."""
+
+    def tell(self, token_ids: Tensor) -> None:
+        """Tells them the ``token_ids [R]`` i64 of the next step. May be recorded."""
+
+    def update(self, places: Array, blocks: Array) -> None:
+        """Has them write entries of block tables before the next step whose tokens are told."""
+
+    def told(self) -> None:
+        """Notes that a step has ended whose tokens were told. Raises :class:`RankError` if the ranks are lost."""
+
+
 class SteadyDecodes:
     """Runs a step as the continuation of the one before, where that is possible; :meth:`note` gets every other step.
 
-    ``early``, if given, starts steps before they are asked for. A batch has its tokens in the order of slots, a
-    schedule has its decodes in another.
+    ``early``, if given, starts steps before they are asked for. ``others`` share the model. A batch has its tokens in
+    the order of slots, a schedule has its decodes in another.
     """
 
     def __init__(
@@ -45,9 +64,10 @@ class SteadyDecodes:
         next_decodes: NextDecodesKernel,
         rows_of: RowsOf,
         early: EarlyStart | None = None,
+        others: OtherRanks | None = None,
     ):
         self._forward, self._inputs, self._sampling = forward, inputs, sampling
-        self._next_decodes, self._rows_of, self.early = next_decodes, rows_of, early
+        self._next_decodes, self._rows_of, self.early, self._others = next_decodes, rows_of, early, others
         self._tapes: dict[int, Tape] = {}
         self._slots = torch.zeros(sampling.max_rows, dtype=torch.int32)
         self._decodes: SequenceOf[Sequence] = ()
@@ -64,7 +84,7 @@ class SteadyDecodes:
         """Returns the next token of each of the schedule's decodes, or ``-status``. Returns ``None`` and does nothing
         if they are not those of the step before, one token further, or if sampling depends on their tokens.
         """
-        was_started = self.early is not None and self.early.take()
+        was_started = self._take()
         decodes, positions = schedule.decodes, schedule.positions
         is_next = decodes == self._decodes and positions == self._next_positions and not schedule.chunks
         self._decodes = ()  # a step that does not complete is not continued, whether it runs here or is built
@@ -76,9 +96,13 @@ class SteadyDecodes:
         if num_rows not in self._tapes:
             self.record(num_rows)
         if schedule.block_updates:
-            self._inputs.update_tables(schedule.block_updates)
+            updates = self._inputs.update_tables(schedule.block_updates)
+            if self._others is not None:
+                self._others.update(*updates)
         if not was_started:
             self._tapes[num_rows].replay()
+            if self._others is not None:
+                self._others.told()
         self._expect(decodes, positions)
         found = self._sampling.chosen(num_rows)
         if self.early is not None:
@@ -87,9 +111,15 @@ class SteadyDecodes:
 
     def forget(self) -> None:
         """Makes sure that no step continues what the batch holds."""
-        if self.early is not None:
-            self.early.take()
+        self._take()
         self._decodes = ()
+
+    def _take(self) -> bool:
+        """Waits for the step that was started early. Returns whether there was one."""
+        was_started = self.early is not None and self.early.take()
+        if was_started and self._others is not None:
+            self._others.told()
+        return was_started
 
     def wait(self) -> None:
         """Waits for the kernels of a step that was started early, if one was."""
@@ -123,9 +153,13 @@ class SteadyDecodes:
         self._slots[: len(rows)] = torch.tensor([sequence.slot for sequence in in_order])
         place_of = {sequence: place for place, sequence in enumerate(in_order)}
         self._places = [place_of[sequence] for sequence in decodes]
+        if self._others is not None:
+            self._others.begin(self._slots[: len(rows)])
         return True
 
     def _prepare(self, num_rows: int) -> None:
+        if self._others is not None:
+            self._others.tell(self._sampling.token_ids[:num_rows])
         token_ids, positions = self._sampling.token_ids[:num_rows], self._sampling.held_positions(num_rows)
         self._inputs.advance(self._next_decodes, self._slots[:num_rows], token_ids, positions)
 

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from fastgen.compile.host.parent import end_with
 from fastgen.errors import FastgenError, InvalidArgumentError, RankError
 from fastgen.models.checkpoint import hub
 from fastgen.runtime.answers.generation import Completion, Generation
@@ -57,7 +58,7 @@ from fastgen.serving.engine.recordings import Recordings
 from fastgen.serving.monitoring.live import live_view
 from fastgen.serving.monitoring.log import set_up_logging_of_engine
 from fastgen.serving.monitoring.log_file import move_output_to_log
-from fastgen.serving.process_end import end_process, end_with
+from fastgen.serving.process_end import end_process
 
 # The longest time between two status reports, and the longest sleep of an idle engine.
 STATUS_S = 0.25

@@ -20,11 +20,11 @@ from typing import Any
 import ray
 from ray import serve
 
+from fastgen.compile.host.parent import end_with
 from fastgen.errors import FastgenError
 from fastgen.serving.arguments import sort_arguments
 from fastgen.serving.clients.deployments import Deployment
 from fastgen.serving.engine.request import EngineWatcher
-from fastgen.serving.process_end import end_with
 from fastgen.serving.replicas.handle import RayHandle
 from fastgen.serving.replicas.replica_set import ReplicaSet
 from fastgen.serving.replicas.server_process import SIGN_OF_LIFE, TERMINATED

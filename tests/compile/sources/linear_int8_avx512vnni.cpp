@@ -1,4 +1,4 @@
-// linear(weight=int8, arch=avx512vnni, panel=32, routed=False) for cpp
+// linear(weight=int8, arch=avx512vnni, panel=32, routed=False, over_ranks=False) for cpp
 // llama on avx512vnni, weights in int8
 // x: in fp32
 // x_stride: scalar i64

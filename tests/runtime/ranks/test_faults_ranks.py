@@ -8,15 +8,24 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import fastgen
 from fastgen.compile.host import rank_memory
+from fastgen.compile.host.device import Device
 from fastgen.errors import InvalidArgumentError, RankError
+from fastgen.models.checkpoint.checkpoint import Checkpoint
+from fastgen.options import LoadOptions
+from fastgen.runtime.arrangement import check_arrangement
 from fastgen.runtime.llm import LLM
+from fastgen.runtime.ranks.setup import file_states
+from tests.fast import cases
 from tests.runtime.ranks.models import prompts, save_family
 
 # The bound on how long a fault may stay unnoticed: a wait for a rank, and as much again for a loaded machine.
@@ -113,32 +122,130 @@ def test_closing_leaves_no_process_and_no_memory(directory: Path) -> None:
     assert set(os.listdir("/dev/shm")) <= before
 
 
-def test_ranks_end_with_their_leader(directory: Path) -> None:
-    """Even if it is killed in the middle of a step."""
+@contextmanager
+def leading(directory: Path, num_ranks: int) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A process that leads ranks and answers requests without end, and its followers, the first token being there. It
+    says with what an answer ended if not well."""
     code = f"""
         import fastgen
-        llm = fastgen.load({str(directory)!r}, tensor_parallel=2)
-        stream = llm.stream([5, 6, 7], max_new_tokens=150, ignore_eos=True)
-        next(stream)
+        llm = fastgen.load({str(directory)!r}, tensor_parallel={num_ranks}, num_threads={num_ranks})
         print("running", flush=True)
-        for _ in range(1000):
-            for _ in llm.stream([5, 6, 7], max_new_tokens=150, ignore_eos=True): pass
+        while True:
+            output = llm.generate([5, 6, 7], max_new_tokens=150, ignore_eos=True)
+            if output.error: raise SystemExit(output.error)
     """
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as leader:
-        assert leader.stdout is not None
-        assert leader.stdout.readline() == "running\n"
-        (process,) = followers(leader.pid)
-        leader.kill()
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as leader:
+        try:
+            assert leader.stdout is not None
+            assert leader.stdout.readline() == "running\n"
+            yield leader, followers(leader.pid)
+        finally:
+            leader.kill()
+
+
+def wait_for_end(processes: list[int]) -> None:
     deadline_s = time.monotonic() + BOUND_S
-    while is_there(process) and time.monotonic() < deadline_s:
+    while any(map(is_there, processes)) and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    assert not is_there(process)
+    assert not any(map(is_there, processes))
+
+
+@pytest.mark.parametrize("num_turns", cases([1, 10], fast=[1]))
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_ranks_end_with_their_leader(directory: Path, is_stopped: bool, num_turns: int) -> None:
+    """Even if it is killed in the middle of a step, and even those that are stopped and can do nothing themselves."""
+    draw, num_ranks = random.Random(num_turns), 2 if num_turns == 1 else 4
+    for _ in range(num_turns):
+        with leading(directory, num_ranks) as (leader, processes):
+            assert len(processes) == num_ranks - 1
+            time.sleep(draw.uniform(0, 0.1))
+            if is_stopped:
+                os.kill(processes[0], signal.SIGSTOP)
+            leader.kill()
+            wait_for_end(processes)
+
+
+@pytest.mark.slow
+def test_ten_stopped_leaders_under_load(directory: Path) -> None:
+    """Others that are in the middle of a step end when their wait for it does, and it says so when it continues. Others
+    that wait for its next step continue with it."""
+    draw = random.Random(3)
+    for _ in range(10):
+        with leading(directory, 4) as (leader, processes):
+            time.sleep(draw.uniform(0, 0.1))
+            os.kill(leader.pid, signal.SIGSTOP)
+            time.sleep(rank_memory.TIMEOUT_S + 2)
+            are_there = [is_there(process) for process in processes]
+            if not all(are_there):
+                wait_for_end(processes)
+            os.kill(leader.pid, signal.SIGCONT)
+            if not all(are_there):
+                assert leader.wait(BOUND_S) == 1
+                assert leader.stderr is not None
+                assert "the model has to be loaded again" in leader.stderr.read()
+            else:
+                time.sleep(1)
+                assert leader.poll() is None
+        wait_for_end(processes)
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_a_leader_that_is_stopped_between_requests(directory: Path) -> None:
+    """They have nothing to do, and continue with it."""
+    code = f"""
+        import fastgen
+        with fastgen.load({str(directory)!r}, tensor_parallel=2) as llm:
+            for _ in range(2):
+                print(llm.generate([5, 6, 7], max_new_tokens=40, ignore_eos=True, temperature=0).token_ids, flush=True)
+                input()
+    """
+    command, pipe = [sys.executable, "-c", textwrap.dedent(code)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as leader:
+        assert leader.stdin is not None
+        assert leader.stdout is not None
+        first, processes = leader.stdout.readline(), followers(leader.pid)
+        os.kill(leader.pid, signal.SIGSTOP)
+        time.sleep(rank_memory.TIMEOUT_S + 2)
+        assert all(map(is_there, processes))
+        os.kill(leader.pid, signal.SIGCONT)
+        leader.stdin.write("\n\n")
+        leader.stdin.flush()
+        assert leader.stdout.readline() == first
+        assert leader.wait(BOUND_S) == 0
+    assert not any(map(is_there, processes))
 
 
 def test_a_rank_that_cannot_load_says_why(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastgen.runtime.arrangement.__version__", "0.0")
-    with pytest.raises(RankError, match=r"rank 1 of 2: .*this rank is of version .*, and the leader of 0.0"):
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed: .*this rank is of version .*, and the leader of 0.0$"):
         fastgen.load(directory, tensor_parallel=2)
+    assert not followers(os.getpid())
+
+
+def test_a_rank_that_finds_another_checkpoint_says_so(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def before_a_change(checkpoint: Checkpoint) -> dict[Path, tuple[int, int]]:
+        return {file: (size, changed_ns - 1) for file, (size, changed_ns) in file_states(checkpoint).items()}
+
+    monkeypatch.setattr("fastgen.runtime.arrangement.file_states", before_a_change)
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed: .*model.safetensors has changed since the leader opened"):
+        fastgen.load(directory, tensor_parallel=2)
+    assert not followers(os.getpid())
+
+
+def test_a_rank_that_is_lost_while_it_loads_ends_the_load(directory: Path) -> None:
+    """Scales of int8 are agreed on by all ranks, so this process is in such a wait."""
+
+    def kill() -> None:
+        while not (there := followers(os.getpid())):
+            time.sleep(0.01)
+        os.kill(there[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(RankError, match=r"^rank 1 of 2 \(process \d+\) was ended by signal SIGKILL$"):
+        fastgen.load(directory, tensor_parallel=2, quantize="int8")
+    killer.join()
     assert not followers(os.getpid())
 
 
@@ -149,6 +256,7 @@ def test_a_rank_that_cannot_load_says_why(directory: Path, monkeypatch: pytest.M
         ({"tensor_parallel": 1000}, "tensor_parallel=1000: this machine has .* cores"),
         ({"tensor_parallel": 2, "sealed": True}, "a sealed bundle has the kernels of one rank only"),
         ({"tensor_parallel": 0}, "tensor_parallel=0: expected an integer of at least 1"),
+        ({"tensor_parallel": 4, "quantize": "int4"}, "tensor_parallel=4: a share of .* is no multiple of the 32"),
     ],
 )
 def test_bad_arrangements_are_refused_before_anything_is_loaded(
@@ -157,3 +265,9 @@ def test_bad_arrangements_are_refused_before_anything_is_loaded(
     with pytest.raises(InvalidArgumentError, match=message):
         fastgen.load(directory, **options)  # type: ignore[arg-type]
     assert not followers(os.getpid())
+
+
+def test_a_gpu_is_refused_before_anything_is_loaded() -> None:
+    options = LoadOptions(model="tiny-llama", tensor_parallel=2)
+    with pytest.raises(InvalidArgumentError, match="over processes of a CPU only, and the device is"):
+        check_arrangement(options, Device("cuda", "an unknown GPU", memory_bytes=1 << 34))

@@ -48,11 +48,12 @@ def test_plans_reach_every_rank_once_and_in_order() -> None:
         thread.start()
     expected = []
     for number in range(50):
-        arrays = [np.arange(number % 7, dtype=np.int64), np.full(3, number, np.int64)]
+        arrays = [np.arange(number % 7, dtype=np.int64), np.full((3, 2), number, np.int64)[:, 0]]  # a column of others
         leader.write(Kind(number % 5), (number, 7)[: number % 3], arrays, lambda rank: wakes[rank].set())
         expected.append((number % 5, *(number, 7)[: number % 3], sum(int(each.sum()) for each in arrays)))
     for thread in threads:
         thread.join(60)
+    leader.finish()
     assert found == {1: expected, 2: expected}
     assert leader.costs.num_plans == 50
 
@@ -65,3 +66,5 @@ def test_a_rank_that_takes_no_plan_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         leader.write(Kind.HIDDEN, (), (), lambda rank: None)
     with pytest.raises(RankError, match="rank 1 of 2 takes no plans"):
         leader.write(Kind.HIDDEN, (), (), lambda rank: None)
+    with pytest.raises(RankError, match="rank 1 of 2 takes no plans"):
+        leader.finish()

@@ -6,10 +6,9 @@ Compared by the margin rule of ``test_same_answer.py``.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-import torch
 
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
@@ -25,9 +24,12 @@ SAMPLINGS = [
     SamplingParams(max_new_tokens=16 + index, temperature=[0.0, 0.9][index % 2], seed=index, ignore_eos=True)
     for index in range(NUM_REQUESTS)
 ]
+IN_8_BITS = ("llama", "falcon", "mixtral", "deepseek")
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"quantize": "int4"}),
+    ("llama", {"quantize": "int8"}),
+    *((family, {"quantize": "int8_weight_only"}) for family in IN_8_BITS),
     ("falcon", {}),
     ("opt", {}),
     ("mixtral", {}),
@@ -101,32 +103,31 @@ def test_two_ranks_answer_as_one(family: str, options: dict[str, Any], tmp_path:
     assert metrics.prefix_cache_hit_tokens_total > 0
 
 
-@pytest.mark.parametrize("quantize", cases(["int8", "int8_weight_only"], fast=["int8"]))
-def test_8_bits_are_rounded_no_worse_by_two_ranks(quantize: str, tmp_path: Path) -> None:
-    """Each rank has a scale for its part of a row, so the numbers differ from those of one scale, but not for the
-    worse."""
-    directory = save_family("llama", tmp_path)
+@pytest.mark.parametrize("count", cases([2, 4], fast=[2]))
+@pytest.mark.parametrize("family", cases(IN_8_BITS, fast=["llama"]))
+def test_ranks_have_the_bits_of_one_in_int8(family: str, count: int, tmp_path: Path) -> None:
+    """Weights and activations get the codes of whole rows, and sums of their products are exact."""
+    directory = save_family(family, tmp_path)
 
-    def scores(**options: Any) -> torch.Tensor:
-        with fastgen.load(directory, num_threads=2, **options) as llm:
-            outputs = llm.generate(PROMPTS, max_new_tokens=1, temperature=0, prompt_logprobs=VOCAB_SIZE)
-        rows = [row for output in outputs for row in (output.prompt_logprobs or [])[1:] if row is not None]
-        return torch.tensor([[row[token_id] for token_id in range(VOCAB_SIZE)] for row in rows])
+    def answers(tensor_parallel: int) -> list[tuple[object, ...]]:
+        options: dict[str, Any] = {"token_budget": 32, "num_threads": 2, "quantize": "int8"}
+        with fastgen.load(directory, tensor_parallel=tensor_parallel, **options) as llm:
+            outputs = llm.generate(PROMPTS, [with_distributions(sampling) for sampling in SAMPLINGS])
+        assert all(output.error is None for output in outputs)
+        return [(output.token_ids, output.logprobs, output.prompt_logprobs) for output in outputs]
 
-    exact = scores()
-    by_one, by_two = (
-        (scores(quantize=quantize, tensor_parallel=count) - exact).square().mean().sqrt() for count in (1, 2)
-    )
-    assert by_two <= 1.2 * by_one
+    assert answers(count) == answers(1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "opt"])
-def test_four_ranks_answer_as_one(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "quantize"), [("llama", None), ("opt", None), *((each, "int8_weight_only") for each in IN_8_BITS)]
+)
+def test_four_ranks_answer_as_one(family: str, quantize: Literal["int8_weight_only"] | None, tmp_path: Path) -> None:
     directory = save_family(family, tmp_path)
-    with fastgen.load(directory) as llm:
+    with fastgen.load(directory, quantize=quantize) as llm:
         one = llm.generate(PROMPTS, [with_distributions(sampling) for sampling in SAMPLINGS])
-    with fastgen.load(directory, tensor_parallel=4) as llm:
+    with fastgen.load(directory, tensor_parallel=4, quantize=quantize) as llm:
         check_same(one, llm.generate(PROMPTS, SAMPLINGS))
 
 

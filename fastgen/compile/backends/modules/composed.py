@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from fastgen.compile.backends.modules.paged_view import PagedView
+from fastgen.compile.backends.paged_view import PagedView
 from fastgen.compile.weights.rows import Rows
 
 if TYPE_CHECKING:

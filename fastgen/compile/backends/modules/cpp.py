@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fastgen.compile.backends.modules.stored import StoredTable
 from fastgen.compile.capture.recording import library_call
+from fastgen.compile.host.ranks import Ranks
 from fastgen.compile.ops.activation.cpp import ActivationKernel
 from fastgen.compile.ops.embedding.cpp import EmbeddingKernel
-from fastgen.compile.ops.experts.cpp import CombineKernel, GroupedLinearKernel, RouteKernel, SortKernel
+from fastgen.compile.ops.experts.cpp import CombineKernel, GroupedLinearKernel, RouteKernel, SortedChoices, SortKernel
 from fastgen.compile.ops.linear.cpp import LinearKernel
+from fastgen.compile.ops.ranks.cpp import RowMaximaKernel, SumProductsKernel
 from fastgen.compile.ops.softcap.cpp import SoftcapKernel
 from fastgen.compile.weights.packed import PackedWeight
 from fastgen.compile.weights.quantized import QuantizedWeight
@@ -82,30 +85,51 @@ class Embedding(nn.Module):
 
 
 class Linear(nn.Module):
-    """``x Wᵀ + b`` of stacked parts, packed for ``kernel``."""
+    """``x Wᵀ + b`` of stacked parts, packed for ``kernel``. ``ranks`` are those that split the inputs. If they sum
+    products, it is ``over_ranks``."""
 
     # Names the row of the memory ledger that counts its weights.
     weights = "matrix"
 
-    def __init__(self, kernel: LinearKernel, in_features: int, out_features: Sequence[int]):
+    def __init__(
+        self,
+        kernel: LinearKernel,
+        in_features: int,
+        out_features: Sequence[int],
+        *,
+        ranks: Ranks | None = None,
+        over_ranks: OverRanks | None = None,
+    ):
         super().__init__()
         self.out_features, self.total = list(out_features), sum(out_features)
         self.packed = kernel.pack(self.total, in_features)
-        self._kernel = kernel
+        self._kernel, self._ranks, self._over_ranks = kernel, ranks, over_ranks
 
     def part(self, index: int) -> tuple[Tensor | Rows, Tensor | None]:
         """Returns the place of part ``index``: its weight rows ``[out, in]`` and its bias ``[out]``."""
-        return _part(self.packed, self.out_features, index)
+        return _part(self.packed, self.out_features, index, self._ranks)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._over_ranks is not None:
+            largest = self._over_ranks.row_maxima(x)
+            return self._over_ranks.sum_products(self._kernel.products(x, largest, self.packed), largest, self.packed)
         out = x.new_empty(len(x), self.total)
         self._kernel(x, self.packed, out)
         return out
 
 
-def _part(packed: PackedWeight, out_features: Sequence[int], index: int) -> tuple[PackedRows, Tensor]:
+class OverRanks(NamedTuple):
+    """What comes before and after the products of a layer of which each rank has some inputs."""
+
+    row_maxima: RowMaximaKernel
+    sum_products: SumProductsKernel
+
+
+def _part(
+    packed: PackedWeight, out_features: Sequence[int], index: int, ranks: Ranks | None
+) -> tuple[PackedRows, Tensor]:
     start, count = sum(out_features[:index]), out_features[index]
-    return PackedRows(packed, start, (count, packed.in_features)), packed.bias[start : start + count]
+    return PackedRows(packed, start, (count, packed.in_features), ranks), packed.bias[start : start + count]
 
 
 class HeadMaps(nn.Module):
@@ -147,19 +171,37 @@ class Router(nn.Module):
 
 
 class Groups(nn.Module):
-    """A stacked linear layer for each expert, packed for ``kernel``."""
+    """A stacked linear layer for each expert, packed for ``kernel``; see :class:`Linear` for ``ranks``."""
 
     # Names the row of the memory ledger that counts its weights.
     weights = "matrix"
 
-    def __init__(self, kernel: GroupedLinearKernel, num_experts: int, in_features: int, out_features: Sequence[int]):
+    def __init__(
+        self,
+        kernel: GroupedLinearKernel,
+        num_experts: int,
+        in_features: int,
+        out_features: Sequence[int],
+        *,
+        ranks: Ranks | None = None,
+        over_ranks: OverRanks | None = None,
+    ):
         super().__init__()
-        self.kernel, self.out_features = kernel, list(out_features)
+        self.out_features = list(out_features)
         self.packed = kernel.pack(sum(out_features), in_features, num_groups=num_experts)
+        self._kernel, self._ranks, self._over_ranks = kernel, ranks, over_ranks
 
     def part(self, expert: int, index: int) -> tuple[Tensor | Rows, Tensor | None]:
         """Returns the place of part ``index`` of one expert: its weight rows ``[out, in]`` and its bias ``[out]``."""
-        return _part(self.packed.group(expert), self.out_features, index)
+        return _part(self.packed.group(expert), self.out_features, index, self._ranks)
+
+    def forward(self, x: Tensor, choices: SortedChoices, experts: Tensor) -> Tensor:
+        """Returns the outputs of ``choices`` of ``experts [T, k]``; see :meth:`GroupedLinearKernel.route`."""
+        if self._over_ranks is None:
+            return self._kernel.route(x, choices, self.packed)
+        largest = self._over_ranks.row_maxima(x)
+        products = self._kernel.route(x, choices, self.packed, largest)
+        return self._over_ranks.sum_products(products, largest, self.packed, experts)
 
 
 class Experts(nn.Module):
@@ -195,8 +237,9 @@ class Experts(nn.Module):
     def _outputs(self, x: Tensor, experts: Tensor) -> Tensor:
         """Returns the output of each choice, ``[T * k, H]``; choices are numbered ``token * k + place``."""
         choices = self._sort(experts)
-        inner = self.activation(self.inward.kernel.route(x, choices, self.inward.packed))
-        return self.down.kernel.route(inner, choices, self.down.packed)
+        inner = self.activation(self.inward(x, choices, experts))
+        out: Tensor = self.down(inner, choices, experts)
+        return out
 
 
 class Head(nn.Module):

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fastgen.compile.backends.modules.paged_view import PagedView
 from fastgen.compile.backends.modules.stored import NormParameters
+from fastgen.compile.backends.paged_view import PagedView
 from fastgen.compile.weights.rows import Rows
 
 # Norms, rotates and writes to the cache, given its tensors by position and the weights it needs by name.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fastgen.compile.backends.modules.paged_view import PagedView
 from fastgen.compile.backends.modules.reference import HeadMaps, Norm
+from fastgen.compile.backends.paged_view import PagedView
 from fastgen.compile.ops.attention.reference import Alibi, paged_attention
 from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.ops.kv_write.reference import write, write_kv

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from fastgen.compile.host.ranks import Ranks
 from fastgen.compile.weights.formats import WeightOnlyFormat
 from fastgen.compile.weights.quantized import QuantizedWeight
 from fastgen.compile.weights.rows import Rows, empty_weight, weight_rows
@@ -55,7 +56,7 @@ class StoredTable(nn.Module):
 
 class StoredLinear(nn.Module):
     """The stacked weight ``[sum of out, in]`` of several linear layers, in ``dtype`` unless there is a
-    ``weight_format``, and their bias if any has one.
+    ``weight_format``, and their bias if any has one. ``ranks`` are those that split the inputs.
     """
 
     # Names the row of the memory ledger that counts its weights.
@@ -70,9 +71,11 @@ class StoredLinear(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         weight_format: WeightOnlyFormat | None = None,
+        ranks: Ranks | None = None,
     ):
         super().__init__()
         self.out_features, self.dtype, self.total = list(out_features), dtype, sum(out_features)
+        self._ranks = ranks
         self.weight = empty_weight(self.total, in_features, dtype, device, weight_format)
         self.bias = zero_bias(self.total, biased=biased, dtype=dtype, device=device)
 
@@ -80,7 +83,7 @@ class StoredLinear(nn.Module):
         """Returns the place of part ``index``: its weight rows ``[out, in]`` and its bias ``[out]``."""
         start = sum(self.out_features[:index])
         bias = None if self.bias is None else self.bias.data[start : start + self.out_features[index]]
-        return weight_rows(self.weight, start, self.out_features[index], self.dtype), bias
+        return weight_rows(self.weight, start, self.out_features[index], self.dtype, self._ranks), bias
 
 
 class StoredGroups(nn.Module):

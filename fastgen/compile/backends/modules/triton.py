@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.compile.backends.modules import composed, fused
-from fastgen.compile.backends.modules.paged_view import PagedView
 from fastgen.compile.backends.modules.stored import StoredGroups, StoredHeadMaps, StoredLinear, StoredTable
+from fastgen.compile.backends.paged_view import PagedView
 from fastgen.compile.capture.recording import library_call
+from fastgen.compile.host.ranks import Ranks
 from fastgen.compile.ops.activation.triton import ActivationKernel
 from fastgen.compile.ops.embedding.triton import EmbeddingKernel, RowGatherKernel
 from fastgen.compile.ops.experts.triton import CombineKernel, GroupedLinearKernel, RouteKernel, SortKernel
@@ -68,9 +69,12 @@ class Linear(StoredLinear):
         dtype: torch.dtype,
         device: torch.device,
         weight_format: WeightOnlyFormat | None = None,
+        ranks: Ranks | None = None,
         out_dtype: torch.dtype | None = None,
     ):
-        super().__init__(in_features, out_features, biased, dtype=dtype, device=device, weight_format=weight_format)
+        super().__init__(
+            in_features, out_features, biased, dtype=dtype, device=device, weight_format=weight_format, ranks=ranks
+        )
         self._kernel, self._out_dtype = kernel, out_dtype
 
     def forward(self, x: Tensor) -> Tensor:

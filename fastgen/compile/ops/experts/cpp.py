@@ -114,23 +114,33 @@ class GroupedLinearKernel(LinearKernel):
     Bits and bounds are those of :class:`~fastgen.compile.ops.linear.cpp.LinearKernel`.
     """
 
-    def route(self, x: Tensor, choices: SortedChoices, weight: PackedWeight) -> Tensor:
+    def route(self, x: Tensor, choices: SortedChoices, weight: PackedWeight, largest: Tensor | None = None) -> Tensor:
         """Returns the outputs ``[T*k, out]``, row ``c`` for choice ``c``, from row ``c // k`` of ``x [T, in]``, or from
         row ``c`` where ``x`` has ``T*k`` rows. Tensors are fp32; a group of ``weight`` is an expert. Raises
-        ``ValueError``."""
+        ``ValueError``.
+
+        A kernel ``over_ranks`` gets the ``largest [len(x)]`` magnitudes of all inputs of rows, and the outputs are
+        sums of products, int32.
+        """
         num_choices, num_experts = len(choices.order), len(choices.first_rows) - 1
         if num_experts != weight.num_groups:
             raise ValueError(f"choices of {num_experts} experts for the weights of {weight.num_groups}")
         if num_choices % max(1, len(x)) or bool(len(x)) != bool(num_choices):
             raise ValueError(f"x of {len(x)} rows for {num_choices} choices")
-        out = x.new_empty(num_choices, weight.out_features)
+        out = x.new_empty(num_choices, weight.out_features, dtype=x.dtype if largest is None else torch.int32)
         if num_choices:
+            given: dict[str, Tensor | int] = {} if largest is None else {"largest": largest}
             arguments = self.fitting(
-                *(x, weight, out, (len(x),), (num_choices,)),
+                x,
+                weight,
+                out,
+                (len(x),),
+                (num_choices,),
                 order=choices.order,
                 first_rows=choices.first_rows,
                 choices_per_row=num_choices // len(x),
                 num_rows=len(x),
+                **given,
             )
             self._kernel((), *arguments)
         return out

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgen.compile.build.builder import Kernel
-from fastgen.compile.spec import Argument, KernelSpec
+from fastgen.compile.spec import Argument, KernelSpec, Value
 from fastgen.compile.weights.formats import GROUP
 from fastgen.compile.weights.packed import ARCHES_WITH_TILES, PANELS, TILED, PackedWeight, WeightFormat
 
@@ -24,7 +24,12 @@ def _prepares(weight: WeightFormat, arch: str) -> bool:
 
 
 def linear_spec(
-    weight: WeightFormat, arch: str, *, routed: bool = False, needed_by: tuple[str, ...] = ()
+    weight: WeightFormat,
+    arch: str,
+    *,
+    routed: bool = False,
+    over_ranks: bool = False,
+    needed_by: tuple[str, ...] = (),
 ) -> KernelSpec:
     """Returns the kernel for all layers with weights in this format, of any size, for :class:`LinearKernel`, or with
     ``routed`` for :class:`fastgen.compile.ops.experts.cpp.GroupedLinearKernel`.
@@ -32,7 +37,11 @@ def linear_spec(
     ``arch`` is the instruction set, one of :data:`fastgen.compile.build.cpp.CPP_ARCHES`. The kernel runs on the
     thread pool, so call :func:`fastgen.compile.host.thread_pool.load_thread_pool` first. Where there is a matrix unit,
     it multiplies all but few rows of the formats that it supports.
+
+    ``over_ranks`` is for int8 weights of which each rank has some inputs. Rows are quantized with scales of whole rows,
+    and ``y`` are sums of products, integers that are still to be summed over the ranks, scaled and biased.
     """
+    assert not over_ranks or weight == "int8", "other sums of products are not exact, so ranks sum results"
     prepares = _prepares(weight, arch)
     tiles = TILED.get(weight) if arch in ARCHES_WITH_TILES else None
     arguments = [
@@ -45,18 +54,20 @@ def linear_spec(
         Argument("num_groups", "i64", "scalar"),
         *([Argument("workspace", "u8", "out")] if prepares else []),
         Argument("weights", "u8", "in"),
-        Argument("scale", "fp32", "in"),
-        Argument("bias", "fp32", "in"),
-        Argument("y", "fp32", "out"),
+        *([Argument("largest", "fp32", "in")] if over_ranks else []),
+        *([] if over_ranks else [Argument(name, "fp32", "in") for name in ("scale", "bias")]),
+        Argument("y", "i32" if over_ranks else "fp32", "out"),
         Argument("y_stride", "i64", "scalar"),
         *([] if routed else [Argument("y_group_stride", "i64", "scalar")]),
         Argument("in_features", "i64", "scalar"),
         Argument("out_features", "i64", "scalar"),
     ]
+    parameters: dict[str, Value] = {"weight": weight, "arch": arch, "panel": PANELS[arch], "routed": routed}
+    parameters |= {"tiles": tiles, **({"over_ranks": over_ranks} if weight in _IN_INTEGERS else {})}
     return KernelSpec(
         op="linear",
         target="cpp",
-        parameters={"weight": weight, "arch": arch, "panel": PANELS[arch], "routed": routed, "tiles": tiles},
+        parameters=parameters,
         arguments=tuple(arguments),
         template="linear_int" if weight in _IN_INTEGERS else "linear_float",
         needed_by=needed_by,
@@ -83,17 +94,25 @@ class LinearKernel:
 
     An output's bits depend only on its row of ``x``, its weights and the instruction set. ``max_rows`` (counting the
     rows of each group, or where rows are routed the choices) and ``max_in_features`` bound the rows that are prepared
-    at once: quantized, rounded or cut into parts. Each thread needs its own launcher.
+    at once: quantized, rounded or cut into parts. Each thread needs its own launcher. Launchers of one format that run
+    one after the other may work in one ``workspace``.
     """
 
-    def __init__(self, kernel: Kernel, max_rows: int, max_in_features: int, device: torch.device = _CPU):
+    def __init__(
+        self,
+        kernel: Kernel,
+        max_rows: int,
+        max_in_features: int,
+        device: torch.device = _CPU,
+        workspace: Tensor | None = None,
+    ):
         self._kernel = kernel
         self._format = cast(WeightFormat, kernel.spec.parameters["weight"])
         self._arch = str(kernel.spec.parameters["arch"])
         self._names = [argument.name for argument in kernel.spec.arguments]
         self._max_rows, self._max_in_features, self._device = max_rows, max_in_features, device
         size_bytes = _workspace_bytes(self._format, self._arch, max_rows, max_in_features)
-        self.workspace = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self.workspace = torch.empty(size_bytes, dtype=torch.uint8, device=device) if workspace is None else workspace
 
     def pack(self, out_features: int, in_features: int, *, num_groups: int = 1) -> PackedWeight:
         """Returns an empty weight in the kernel's format."""
@@ -107,6 +126,17 @@ class LinearKernel:
         """
         if len(x):
             self._kernel((), *self.arguments(x, weight, out))
+
+    def products(self, x: Tensor, largest: Tensor, weight: PackedWeight) -> Tensor:
+        """Returns the sums of products ``[T, out]``, int32, by a kernel ``over_ranks``: ``x [T, in]`` are some inputs
+        of rows whose ``largest [T]`` magnitudes are those of all inputs. Raises ``ValueError``."""
+        out = x.new_empty(len(x), weight.out_features, dtype=torch.int32)
+        if len(x):
+            rows = (len(x),)
+            strides = {"x_group_stride": 0, "y_group_stride": 0}  # of one group
+            given = self.fitting(x, weight, out, rows, rows, num_rows=len(x), largest=largest, **strides)
+            self._kernel((), *given)
+        return out
 
     def arguments(self, x: Tensor, weight: PackedWeight, out: Tensor) -> list[Tensor | int]:
         """Returns the kernel's arguments for these tensors. Raises ``ValueError`` where they do not fit it."""

@@ -11,6 +11,36 @@
 #include <unistd.h>
 #endif
 
+inline int64_t now_ms() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return int64_t(time.tv_sec) * 1000 + time.tv_nsec / 1000000;
+}
+
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Sleeps while a word of other processes has this value, for so long at most. The lower half of the word is compared.
+inline void sleep_while(std::atomic<int64_t>& word, int64_t value, int64_t most_ns) {
+#if defined(__linux__)
+    const timespec most{0, most_ns};
+    syscall(SYS_futex, &word, FUTEX_WAIT, uint32_t(value), &most, nullptr, 0);
+#else
+    sched_yield();
+#endif
+}
+
+inline void wake_all(std::atomic<int64_t>& word) {
+#if defined(__linux__)
+    syscall(SYS_futex, &word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+#endif
+}
+
 class Exchange {
   public:
     const int64_t rank, num_ranks, area_bytes;
@@ -33,7 +63,7 @@ class Exchange {
         const int64_t end_ms = now_ms() + timeout_ms;
         for (int64_t other = 0; other < num_ranks; ++other) {
             for (int64_t spins = 1; begun(other).load(std::memory_order_acquire) < number; ++spins) {
-                pause();
+                relax();
                 if (spins % SPINS) continue;
                 if (state().load(std::memory_order_relaxed) != 0) return false;
                 if (now_ms() > end_ms) {
@@ -66,34 +96,9 @@ class Exchange {
 
     // Sleeps until another rank begins an exchange, or for SLEEP_NS, unless it has begun this one.
     void sleep(int64_t other) const {
-#if defined(__linux__)
         sleepers(other).fetch_add(1);
         const int64_t seen = begun(other).load();
-        if (seen < number) {
-            const timespec most{0, SLEEP_NS};
-            syscall(SYS_futex, &begun(other), FUTEX_WAIT, uint32_t(seen), &most, nullptr, 0);
-        }
+        if (seen < number) sleep_while(begun(other), seen, SLEEP_NS);
         sleepers(other).fetch_sub(1);
-#else
-        sched_yield();
-#endif
-    }
-    static void wake_all(std::atomic<int64_t>& word) {
-#if defined(__linux__)
-        syscall(SYS_futex, &word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
-#endif
-    }
-
-    static int64_t now_ms() {
-        timespec time;
-        clock_gettime(CLOCK_MONOTONIC, &time);
-        return int64_t(time.tv_sec) * 1000 + time.tv_nsec / 1000000;
-    }
-    static void pause() {
-#if defined(__x86_64__)
-        __builtin_ia32_pause();
-#elif defined(__aarch64__)
-        asm volatile("yield");
-#endif
     }
 };
