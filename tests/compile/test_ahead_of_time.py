@@ -77,18 +77,23 @@ def test_what_is_wrong_with_a_build(changed: Mapping[str, Any], said: list[str])
     assert problems("sm_90", chunks("sm_90", 64), found) == said
 
 
-def test_every_recipe_s_kernels_are_wanted_each_once() -> None:
-    found = wanted("sm_90", models(config for _, config in CONFIGS.values()))
-    assert {name for recipes in found.values() for name in recipes} == {each.recipe.name for each in list_recipes()}
-    assert len({spec.digest for spec in found}) == len(found) > 300
+@pytest.fixture(scope="module")
+def hopper() -> dict[KernelSpec, list[str]]:
+    """All kernels that one GPU needs, with the recipes that need each."""
+    return wanted("sm_90", models(config for _, config in CONFIGS.values()))
 
 
-def test_kernels_of_quantized_weights_are_wanted_too() -> None:
+def test_every_recipe_s_kernels_are_wanted_each_once(hopper: dict[KernelSpec, list[str]]) -> None:
+    assert {name for recipes in hopper.values() for name in recipes} == {each.recipe.name for each in list_recipes()}
+    assert len({spec.digest for spec in hopper}) == len(hopper) > 300
+
+
+def test_kernels_of_quantized_weights_are_wanted_too(hopper: dict[KernelSpec, list[str]]) -> None:
     """Those of each format: rows looked up, products of few rows, and weights dequantized for the library."""
     names = {listed.recipe.name for listed in list_recipes()}
     by_format: dict[str, set[str]] = defaultdict(set)
     recipes: dict[str, set[str]] = defaultdict(set)
-    for spec, needed_by in wanted("sm_90", models(config for _, config in CONFIGS.values())).items():
+    for spec, needed_by in hopper.items():
         stored = {str(value) for value in spec.parameters.values()} & set(QUANTIZED["triton"])
         for weight_format in stored:
             by_format[weight_format].add(spec.op)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fastgen.compile.backends.backend import Backend
-from fastgen.compile.backends.choose import choose_backend
+from fastgen.compile.backends.choose import choose_backend, target_facts
 from fastgen.compile.backends.reference import ReferenceBackend
 from fastgen.compile.host.device import current
 from fastgen.compile.host.rank_memory import AREA_BYTES, RankMemory, SharedRanks
@@ -153,9 +153,10 @@ def cpp_backends(count: int) -> Callable[[Ranks | None], Backend]:
     memory = RankMemory(count, AREA_BYTES)
 
     def new_backend(ranks: Ranks | None) -> Backend:
+        device = current("cpu")
         backend = choose_backend(
-            "cpp",
-            current("cpu"),
+            target_facts("cpp", device, num_threads=2),
+            device,
             token_budget=sum(LENGTHS),
             max_num_seqs=len(LENGTHS),
             max_prompt_rows=1,
