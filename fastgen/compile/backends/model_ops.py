@@ -1,4 +1,4 @@
-"""What makes the ops of a model: each backend has its own."""
+"""Makes the ops of a model; each backend does it in its own way."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def join(
         first = part // PARTS * PARTS
         count = tl.minimum(num_parts - first, PARTS)
         program = first_program + first * apart
-        # A part that is alone has nobody to wait for. Its counter may be another query tile's, which begins here.
+        # A lone part waits for no other. Its counter may belong to another query tile, which begins here.
         is_last = count == 1
         if count > 1:
             tl.debug_barrier()
