@@ -49,7 +49,7 @@ class LedDecodes:
             self._team.write_tables(places, blocks)
             self.begin(self._slots)
 
-    def told(self) -> None:
+    def step_ended(self) -> None:
         """Notes that a step has ended that began with a message. Raises :class:`RankError` if the ranks are lost."""
         self._mailbox.clear_updates()
         self._team.check()

@@ -43,10 +43,10 @@ class OtherRanks(Protocol):
         """Tells them the ``token_ids [R]`` i64 of the next step. May be recorded."""
 
     def update(self, places: Array, blocks: Array) -> None:
-        """Has them write entries of block tables before the next step whose tokens are told."""
+        """Has them write entries of block tables before the next step whose tokens they are sent."""
 
-    def told(self) -> None:
-        """Notes that a step has ended whose tokens were told. Raises :class:`RankError` if the ranks are lost."""
+    def step_ended(self) -> None:
+        """Notes that a step has ended whose tokens they were sent. Raises :class:`RankError` if the ranks are lost."""
 
 
 class SteadyDecodes:
@@ -102,7 +102,7 @@ class SteadyDecodes:
         if not was_started:
             self._tapes[num_rows].replay()
             if self._others is not None:
-                self._others.told()
+                self._others.step_ended()
         self._expect(decodes, positions)
         found = self._sampling.chosen(num_rows)
         if self.early is not None:
@@ -118,7 +118,7 @@ class SteadyDecodes:
         """Waits for the step that was started early. Returns whether there was one."""
         was_started = self.early is not None and self.early.take()
         if was_started and self._others is not None:
-            self._others.told()
+            self._others.step_ended()
         return was_started
 
     def wait(self) -> None:
