@@ -110,7 +110,7 @@ def measure_sums() -> None:
 
 
 class OfAToken(NamedTuple):
-    """What a token of one request takes: milliseconds that pass, and of the processors; and plans, their bytes and
+    """The cost of a token of one request: milliseconds that pass, and of the processors; and plans, their bytes and
     microseconds."""
 
     ms: float

@@ -119,7 +119,7 @@ class Linear(nn.Module):
 
 
 class OverRanks(NamedTuple):
-    """What comes before and after the products of a layer of which each rank has some inputs."""
+    """Kernels that run before and after the products of a layer of which each rank has some inputs."""
 
     row_maxima: RowMaximaKernel
     sum_products: SumProductsKernel

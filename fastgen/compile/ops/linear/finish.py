@@ -1,4 +1,4 @@
-"""What kernels of linear layers for few rows may compute of their sums, in place of storing them: the op that follows.
+"""The op that follows a linear layer: kernels for few rows may compute it of their sums, in place of storing them.
 
 An op that reads each output by itself, or outputs in pairs, is computed by the last kernel of the layer, whichever that
 is. A norm needs whole rows. Only the kernel that adds the parts of split features has them.
