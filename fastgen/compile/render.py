@@ -116,7 +116,9 @@ def template_name(spec: KernelSpec) -> str:
     return f"{spec.template}{SUFFIXES[spec.target]}.j2"
 
 
+@cache
 def _source(name: str) -> str:
+    """Returns the text of a template or header."""
     environment = _environment()
     assert environment.loader is not None
     return environment.loader.get_source(environment, name)[0]

@@ -77,20 +77,12 @@ def test_what_is_wrong_with_a_build(changed: Mapping[str, Any], said: list[str])
     assert problems("sm_90", chunks("sm_90", 64), found) == said
 
 
-@pytest.fixture(scope="module")
-def hopper() -> dict[KernelSpec, list[str]]:
-    """All kernels that one GPU needs, with the recipes that need each."""
-    return wanted("sm_90", models(config for _, config in CONFIGS.values()))
-
-
-def test_every_recipe_s_kernels_are_wanted_each_once(hopper: dict[KernelSpec, list[str]]) -> None:
-    assert {name for recipes in hopper.values() for name in recipes} == {each.recipe.name for each in list_recipes()}
-    assert len({spec.digest for spec in hopper}) == len(hopper) > 300
-
-
-def test_kernels_of_quantized_weights_are_wanted_too(hopper: dict[KernelSpec, list[str]]) -> None:
-    """Those of each format: rows looked up, products of few rows, and weights dequantized for the library."""
+def test_kernels_of_every_recipe_and_weight_format_are_wanted_each_once() -> None:
+    """Of each format those are: rows looked up, products of few rows, and weights dequantized for the library."""
+    hopper = wanted("sm_90", models(config for _, config in CONFIGS.values()))
     names = {listed.recipe.name for listed in list_recipes()}
+    assert {name for recipes in hopper.values() for name in recipes} == names
+    assert len({spec.digest for spec in hopper}) == len(hopper) > 300
     by_format: dict[str, set[str]] = defaultdict(set)
     recipes: dict[str, set[str]] = defaultdict(set)
     for spec, needed_by in hopper.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -34,9 +35,20 @@ def nothing_is_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path / "kernels"))
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a cache that has the kernels of both ways, and no choice."""
+    directory = tmp_path_factory.mktemp("built")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.delenv("FASTGEN_AUTOTUNE")
+        choice(KernelCache(directory), seconds(1.0, 1.0))
+    shutil.rmtree(directory / ".tuning")
+    return directory
+
+
 @pytest.fixture
-def cache(tmp_path: Path) -> KernelCache:
-    return KernelCache(tmp_path / "kernels")
+def cache(tmp_path: Path, built: Path) -> KernelCache:
+    return KernelCache(shutil.copytree(built, tmp_path / "kernels"))
 
 
 def seconds(*found: float) -> Measure:
@@ -138,6 +150,7 @@ def test_other_cpus_have_no_choice(monkeypatch: pytest.MonkeyPatch, sets: tuple[
 
 
 @HAS_CHOICE
+@pytest.mark.usefixtures("cache")
 def test_engines_measure_and_what_describes_them_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def arch(**arguments: bool) -> str:
         return target_facts("cpp", CPU, num_threads=1, dtype=torch.bfloat16, **arguments).arch
