@@ -28,6 +28,8 @@ def test_requests_are_spread_over_replicas_and_answered() -> None:
             requests = [submit(replicas) for _ in range(8)]
             places = [await where(request, a, b) for request in requests]
             assert (len(a.taken), len(b.taken)) == (4, 4)
+            tokens = [view.outstanding_tokens for view in replicas.replica_views()]
+            assert tokens[0] == tokens[1] > 4 * 3
             for number, (request, place) in enumerate(zip(requests, places, strict=True)):
                 assert place.taken[request.number].prompt_ids == [1, 2, 3]
                 place.give(request.number, 10 + number, 20 + number)
@@ -36,6 +38,7 @@ def test_requests_are_spread_over_replicas_and_answered() -> None:
                 assert await whole(request) == [10 + number, 20 + number, 30 + number]
                 replicas.finish(request)
             assert replicas.num_open == 0
+            await until(lambda: not any(view.outstanding_tokens for view in replicas.replica_views()))
             assert noted.notes.count(("routed", "a")) == 4
             assert noted.num_gone == 8
 
