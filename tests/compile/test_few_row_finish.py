@@ -134,7 +134,7 @@ class DrawnNorm:
 
 
 @pytest.mark.parametrize("has_first", [False, True])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", cases(range(20), fast=range(10)))
 def test_a_sum_of_parts_is_added_to_the_stream_and_normed(loader: KernelLoader, seed: int, has_first: bool) -> None:
     """Where it ``has_first`` a norm, the sum of parts is normed before it is added."""
     draw = random.Random(f"norm {seed}")
@@ -162,7 +162,7 @@ def test_a_sum_of_parts_is_added_to_the_stream_and_normed(loader: KernelLoader, 
     case.check(out[:-1], normed, norm.reference(want))
 
 
-@pytest.mark.parametrize("seed", range(32))
+@pytest.mark.parametrize("seed", cases(range(32), fast=range(16)))
 def test_outputs_are_activated(loader: KernelLoader, seed: int) -> None:
     draw = random.Random(f"activation {seed}")
     gated, size = draw.random() < 0.7, draw.choice([1, 7, 24, 33, 64])
@@ -178,7 +178,7 @@ def test_outputs_are_activated(loader: KernelLoader, seed: int) -> None:
     case.check(out[:-1], one_by_one, activate_and_multiply(exact, kind) if gated else activate(exact, kind))
 
 
-@pytest.mark.parametrize("seed", range(32))
+@pytest.mark.parametrize("seed", cases(range(32), fast=range(16)))
 def test_queries_and_keys_are_rotated_and_keys_and_values_written(loader: KernelLoader, seed: int) -> None:
     draw = random.Random(f"rotary {seed}")
     num_heads, num_kv_heads = draw.choice([(1, 1), (4, 2), (5, 1), (9, 3)])

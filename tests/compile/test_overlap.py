@@ -37,6 +37,7 @@ from fastgen.compile.spec import KernelSpec
 from fastgen.models.kernels import kernel_specs
 from tests.compile.sass import instructions
 from tests.compile.sealed_loads import ABOUT, MADE_UP_GPU, run_beside_driver
+from tests.fast import cases
 from tests.models.test_launches import published
 
 NORM = NormShape("rms", 4096, "bf16", 1e-5, residual=True)
@@ -97,7 +98,7 @@ def check_instructions(specs: list[KernelSpec], directory: Path) -> None:
         assert all(place < wait for place in fetches), spec
 
 
-@pytest.mark.parametrize("name", OF_A_DECODE)
+@pytest.mark.parametrize("name", cases(OF_A_DECODE, fast=("norm", "projection and sum with rotation", "gate and up")))
 def test_kernels_of_a_decode_fetch_weights_wait_and_then_read(name: str, tmp_path: Path) -> None:
     check_instructions(OF_A_DECODE[name], tmp_path)
 

@@ -31,7 +31,8 @@ from fastgen.compile.ops.ranks.cpp import (
 )
 from fastgen.compile.weights.rows import PackedRows
 from fastgen.errors import RankError
-from tests.compile.arches import in_each_width
+from tests.compile.arches import HERE, in_each_width
+from tests.fast import cases
 
 T = TypeVar("T")
 
@@ -149,7 +150,7 @@ def test_integer_products_of_ranks_have_the_bits_of_one(arch: str, num_rows: int
 
 
 @pytest.mark.parametrize("num_tokens", [1, 30])
-@pytest.mark.parametrize("arch", in_each_width(ARCHES))
+@pytest.mark.parametrize("arch", cases(ARCHES, fast=[HERE]))
 def test_experts_products_of_ranks_have_the_bits_of_one(arch: str, num_tokens: int) -> None:
     loader = KernelLoader(CppBuilder(arch))
     load_thread_pool(loader)

@@ -33,6 +33,7 @@ from tests.compile.attention_cases import (
     specs_of,
     worst_difference,
 )
+from tests.fast import cases
 
 AHEAD = Tiling(32, 16, 4, 1, ahead=True, persistent=True)
 FEATURES: dict[str, dict[str, Any]] = {
@@ -248,7 +249,7 @@ def test_sums_are_the_same_in_every_order_of_arrival(monkeypatch: pytest.MonkeyP
         case = split(rows=rows)
         subject, batch = Subject(case), make_batch(case)
         expected = subject(batch)
-        for seed in range(3):
+        for seed in range(2):
             rng = Random(seed)
 
             def moved(x: int, y: int, z: int, rng: Random = rng, is_last_first: bool = seed == 0) -> None:
@@ -263,7 +264,7 @@ def test_sums_are_the_same_in_every_order_of_arrival(monkeypatch: pytest.MonkeyP
             monkeypatch.setattr(interpreter_builder, "set_grid_idx", moved)
             assert torch.equal(subject(batch), expected), f"{rows=} {seed=}"
             monkeypatch.undo()
-    assert num_moved > 500
+    assert num_moved > 300
 
 
 # Work lists
@@ -316,7 +317,9 @@ def check_plans(num_heads: int, num_sms: int, window: int | None, num_batches: i
         check_lists(lists, rows, case, num_sms)
 
 
-@pytest.mark.parametrize(("num_heads", "num_sms", "window"), [(4, 3, None), (71, 1, 20), (3, 20, None)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_sms", "window"), cases([(4, 3, None), (71, 1, 20), (3, 20, None)], fast=[(71, 1, 20)])
+)
 def test_lists_hold_everything_once(num_heads: int, num_sms: int, window: int | None) -> None:
     check_plans(num_heads, num_sms, window, num_batches=16)
 

@@ -174,9 +174,8 @@ def check_integer_products(recipe: str, count: int, directory: Path) -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("recipe", ["deepseek_v3", "falcon"])
-def test_int8_ranks_have_the_bits_of_one(recipe: str, tmp_path: Path) -> None:
-    check_integer_products(recipe, 2, tmp_path)
+def test_int8_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
+    check_integer_products("deepseek_v3", 2, tmp_path)
 
 
 @pytest.mark.slow

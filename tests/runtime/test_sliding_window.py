@@ -68,7 +68,7 @@ def watch(llm: LLM) -> list[int]:
     ("family", "target", "prefix_caching"),
     cases(
         itertools.product(MOST_HELD, ["torch", "cpp"], [False, True]),
-        fast=[("Gemma2", "cpp", False), ("Mistral", "cpp", True), ("Gemma2", "torch", True)],
+        fast=[("Gemma2", "cpp", False), ("Gemma2", "torch", True)],
     ),
 )
 def test_what_is_held_is_bounded_by_the_window(family: str, target: str, prefix_caching: bool, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from fastgen.runtime.requests.outputs import FinishReason
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.tools.formats import TOOL_FORMATS, ToolFormat
+from tests.fast import cases
 from tests.serving.scripted import MODEL, ScriptedService, openai_client, scripted_codec
 from tests.serving.test_tool_calls import written
 
@@ -256,7 +257,9 @@ def real(llm: fastgen.LLM, template: str = HERMES) -> ScriptedService:
     return ScriptedService(scripted_codec(template), generate)
 
 
-@pytest.mark.parametrize("name", ["hermes", "mistral", "llama3", "granite", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name", cases(["hermes", "mistral", "llama3", "granite", "deepseek-v3"], fast=["hermes", "deepseek-v3"])
+)
 def test_demanded_calls_are_made(llm: fastgen.LLM, name: str) -> None:
     service = real(llm)
     for seed in range(3):

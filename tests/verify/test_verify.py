@@ -88,7 +88,8 @@ MUTANTS = [
 SELDOM = {
     *("'rope_theta', 10000)", "tied: tie_word_embeddings | default(false)", "default(4096)"),
     *("q: self_attn.q_proj, k: self_attn.k_proj", "v: self_attn.v_proj, bias: enable_bias | default(true)"),
-    *("weight: input_layernorm, eps: rms_norm_eps", "activation: hidden_act"),
+    *("weight: input_layernorm, eps: rms_norm_eps", "activation: hidden_act", "output: {weight"),
+    *("norm: {kind: rms, weight: post_attention_layernorm", "offset: 2, rows: max_position_embeddings + 2"),
     "  - not (apply_residual_connection_post_layernorm | default(false))\n",
 }
 

@@ -44,7 +44,7 @@ def test_tokens_of_completions_are_counted_by_usage(address: str) -> None:
     assert run.header.target["model"] == "tiny-llama"
 
 
-@pytest.mark.parametrize("when", [Poisson(50.0), 3])
+@pytest.mark.parametrize("when", [Poisson(50.0), pytest.param(3, marks=pytest.mark.slow)])
 def test_every_chat_is_answered_in_full(address: str, when: Poisson | int) -> None:
     codec = open_tokenizer("tiny-llama")
     target = EndpointTarget(address, endpoint="/v1/chat/completions", codec=codec)

@@ -84,7 +84,7 @@ def decided(step: Step) -> dict[str, Any]:
     "options",
     [
         {},
-        {"itl_target_ms": 10.0},
+        pytest.param({"itl_target_ms": 10.0}, marks=pytest.mark.slow),
         pytest.param({"policy": "prefill_first"}, marks=pytest.mark.slow),
         {"policy": "orca", "prefix_caching": False},
         pytest.param({"kv_reservation": "request"}, marks=pytest.mark.slow),

@@ -15,6 +15,7 @@ from fastgen.runtime.kv_cache.block_pool import BlockPool
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.simulated import Arrival, SimulatedServer
 from fastgen.runtime.step_cost.cost import StepCost
+from tests.fast import cases
 from tests.runtime.histories import History, random_history, random_policy
 
 COST = StepCost.linear(0.01, 1e-4)
@@ -34,7 +35,7 @@ class Counts:
         self.num_preempted = history.engine.metrics.snapshot().preemptions_total
 
 
-@pytest.mark.parametrize("seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 40))])
+@pytest.mark.parametrize("seed", cases(range(40), fast=range(10)))
 @pytest.mark.parametrize("kind", ["request", "context"])
 def test_over_random_histories_nothing_is_preempted_and_all_is_released(seed: int, kind: str) -> None:
     rng = random.Random(seed)
