@@ -184,7 +184,7 @@ def test_numbers_of_every_type_reach_a_kernel_as_by_a_plain_call(cache: KernelCa
         "    out[0] = a; out[1] = b; out[2] = c; out[3] = i[1];\n}\n"
     )
     monkeypatch.setattr(render, "TEMPLATE_FOLDERS", (*render.TEMPLATE_FOLDERS, tmp_path))
-    for cached in (render._environment, render._names_read):
+    for cached in (render._environment, render._names_read, render._source):
         monkeypatch.setattr(render, cached.__name__, cached.__wrapped__)
     scalars = [Argument(name, dtype, "scalar") for name, dtype in (("a", "fp32"), ("b", "i32"), ("c", "i64"))]
     arguments = (Argument("i", "u8", "in"), *scalars, Argument("out", "fp32", "out"))

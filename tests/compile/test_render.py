@@ -23,7 +23,7 @@ NODES = ("llama: model.layers.residual.attend.norm", "llama: model.final_norm")
 def templates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty folder of templates in the place of the package's."""
     monkeypatch.setattr(module, "TEMPLATE_FOLDERS", (tmp_path,))
-    for cached in (module._environment, module._names_read):
+    for cached in (module._environment, module._names_read, module._source):
         monkeypatch.setattr(module, cached.__name__, cached.__wrapped__)
     return tmp_path
 

@@ -88,6 +88,7 @@ def test_sampling_is_fields_or_one_or_a_list(llm: LLM) -> None:
     [
         ([5, VOCAB_SIZE], rf"prompt token 1 is id {VOCAB_SIZE}; the model's ids are 0 to {VOCAB_SIZE - 1}"),
         ([-1], "prompt token 0 is id -1"),
+        ([5, -1], "prompt token 1 is id -1"),
         ([5, True], "prompt token 1 is True"),
         ([5, 2.0], "prompt token 1 is 2.0"),
         ("", "no tokens"),

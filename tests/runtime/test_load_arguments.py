@@ -13,9 +13,12 @@ from transformers import AutoModelForCausalLM
 import fastgen
 from fastgen.compile.build.cpp import CppBuilder
 from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.host.device import Device
 from fastgen.compile.host.thread_pool import load_thread_pool
 from fastgen.errors import InvalidArgumentError, ModelNotFoundError, RecipeError, UnknownArchitectureError
 from fastgen.models.checkpoint import hub
+from fastgen.options import LoadOptions
+from fastgen.runtime.arrangement import threads_of_rank
 from fastgen.runtime.scheduling.policies import DynamicBatching
 from fastgen.runtime.scheduling.policies.orca import Orca
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
@@ -101,6 +104,15 @@ def test_the_number_of_threads(directory: Path) -> None:
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("asked", "cores", "ranks", "num_threads"),
+    [(None, 8, 1, None), (3, 8, 1, 3), (None, 8, 2, 4), (6, 8, 2, 3), (7, 8, 4, 1), (None, 1, 2, 1), (1, 8, 2, 1)],
+)
+def test_ranks_share_the_threads(asked: int | None, cores: int, ranks: int, num_threads: int | None) -> None:
+    options = LoadOptions(model="tiny-llama", num_threads=asked, tensor_parallel=ranks)
+    assert threads_of_rank(options, Device("cpu", "some", 1 << 30, num_cores=cores)) == num_threads
 
 
 def test_the_sizes(directory: Path) -> None:

@@ -28,7 +28,7 @@ FACTS = EngineFacts(
     block_size=16,
     num_blocks=1000,
     ledger="",
-    load_s=1.0,
+    load_s=2.5,
 )
 
 

@@ -107,13 +107,16 @@ def test_a_tokenizer_smaller_than_the_vocabulary_is_reported_once(directory: Pat
     assert Path(str(found.log)).read_text().count("the tokenizer knows") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
         ({"dtype": "int3"}, "dtype='int3'"),
-        ({"kv_cache_memory": "1KiB"}, "kv_cache_memory"),
-        ({"policy": DynamicBatching(batch_size=99), "max_num_seqs": 2}, "batch_size=99 is above max_num_seqs=2"),
+        pytest.param({"kv_cache_memory": "1KiB"}, "kv_cache_memory", marks=pytest.mark.slow),
+        pytest.param(
+            {"policy": DynamicBatching(batch_size=99), "max_num_seqs": 2},
+            "batch_size=99 is above max_num_seqs=2",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_why_it_cannot_start_is_said_in_its_own_words(directory: Path, arguments: dict[str, object], why: str) -> None:

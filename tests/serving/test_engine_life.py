@@ -21,7 +21,7 @@ from fastgen.serving.options import Limits
 from fastgen.serving.refusals import EngineDiedError, UnavailableError
 from fastgen.serving.service import Service
 from fastgen.serving.watch import Watch
-from tests.serving.fake_engine import FakeProcess, fake_processes
+from tests.serving.fake_engine import FACTS, FakeProcess, fake_processes
 from tests.serving.scripted import application, scripted_codec
 
 SAMPLING = SamplingParams(max_new_tokens=10)
@@ -54,6 +54,27 @@ def whole_answer(number: int) -> Report:
     """Returns the report of a complete answer of one token."""
     end = End("stop", None, None, RequestMetrics(queue_s=0.0, ttft_s=0.1), 0.0)
     return Report([], [Progress(number, 0, [5], None, end)], [], [], None)
+
+
+def test_who_comes_too_early_is_told_to_wait_as_long_as_the_last_load_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = an_engine(timeout_s=60.0)
+
+    def told_s() -> float:
+        with pytest.raises(UnavailableError) as refused:
+            engine.submit([1], SAMPLING, is_stream=True, arrived_s=0.0)
+        return refused.value.retry_after_s
+
+    async def run() -> None:
+        async with fake_processes(engine, monkeypatch) as started:
+            assert told_s() == 1.0, "nothing was loaded yet"
+            await engine.start()
+            started[0].die(3)
+            while engine.state == "ready":
+                await asyncio.sleep(0.001)
+            assert told_s() == FACTS.load_s
+            await until_ready(engine, started, 2)
+
+    asyncio.run(run())
 
 
 def test_a_silent_engine_is_ended_and_another_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,13 @@ def modes(label: str) -> list[GenerationMode]:
     return list(GenerationMode) if has_parameters else [GenerationMode.POSITIVE]
 
 
+def test_every_good_answer_is_documented_as_200(document: Any) -> None:
+    for result in document.get_all_operations():
+        operation = result.ok()
+        good = {status for status in operation.definition.raw["responses"] if str(status).startswith("2")}
+        assert good == {"200"}, operation.label
+
+
 @pytest.mark.parametrize("label", OPERATIONS)
 def test_what_the_document_says_holds(document: Any, label: str) -> None:
     for mode in modes(label):

@@ -117,3 +117,16 @@ def test_the_gap_that_is_predicted_is_that_of_the_steps_with_one_more_answer() -
     newest, found = watched.predicted[-1]
     assert found is not None
     assert found.gap_s == pytest.approx(np.median(newest.output().metrics.gaps_s), rel=0.1)
+
+
+def test_a_request_of_several_answers_begins_with_the_first_free_slot() -> None:
+    watched = Watched(token_budget=512, max_num_seqs=8, num_blocks=8000)
+    running = [Arrival(0.01 * each, [each + 1] * 20, SamplingParams(max_new_tokens=600)) for each in range(6)]
+    several = Arrival(2.0, [9] * 20, SamplingParams(max_new_tokens=600, n=3))
+    *_, of_several, of_next = watched.serve([*running, several, Arrival(2.5, [9] * 20, SamplingParams())])
+    assert of_several.predicted_s is not None
+    assert of_next.predicted_s is not None
+    assert of_several.actual_s < 0.1
+    assert of_several.predicted_s == pytest.approx(of_several.actual_s, abs=0.03)
+    assert of_next.actual_s > 2.0, "all slots are taken"
+    assert of_next.predicted_s == pytest.approx(of_next.actual_s, rel=0.1)

@@ -233,7 +233,8 @@ class _Steps:
                 new = prompts[num_admitted]
                 is_empty = not self._num_decodes and not num_in_slots
                 has_room = self._num_held + new.num_held <= room
-                if not is_empty and not (has_room and self._num_decodes + num_in_slots + new.num_seqs <= slots):
+                # One slot is enough for the first token, whatever the number of its sequences.
+                if not is_empty and not (has_room and self._num_decodes + num_in_slots < slots):
                     break
                 num_admitted += 1
                 num_in_slots += new.num_seqs

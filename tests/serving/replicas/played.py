@@ -222,7 +222,7 @@ class Noted:
         self.notes.append(("routed", replica))
 
     def request_started(self, request: EngineRequest) -> None:
-        pass
+        self.notes.append(("started", str(request.number)))
 
     def completion_ended(self, request: EngineRequest, progress: Progress) -> None:
         pass
