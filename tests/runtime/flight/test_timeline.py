@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from fastgen.errors import InvalidArgumentError, RecordingError
-from fastgen.runtime.flight import timeline
+from fastgen.runtime.flight import timeline, timeline_picture
 from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.flight.timeline import CACHED, FREE, OTHERS, SHARED
 from fastgen.runtime.flight.timeline_picture import draw
@@ -113,6 +115,18 @@ def test_a_picture_is_drawn(suffix: str, first_steps_are_gone: bool, tmp_path: P
     else:
         width, height = (int.from_bytes(content[at : at + 4], "big") for at in (16, 20))
         assert (width, height) == (1320, 1080)
+
+
+def test_preemptions_are_marked_where_they_happened() -> None:
+    found = timeline.series(shared_and_cached().engine.recorder.recording("m"))
+    for at in ([], [0, 2]):
+        preemptions = np.zeros_like(found.preemptions)
+        preemptions[at] = 3
+        axes = Figure().subplots()
+        timeline_picture._draw_sequences(axes, replace(found, preemptions=preemptions))
+        marks = {str(line.get_label()): line.get_xdata() for line in axes.lines if line.get_marker() == "v"}
+        assert list(marks) == ([f"preemptions ({3 * len(at)})"] if at else [])
+        assert all(np.array_equal(x, found.start_s[at]) for x in marks.values())
 
 
 def test_an_undrawable_recording_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,19 @@ def test_the_cluster_gets_no_key_and_its_server_knows_it(
         keys.check(None)
 
 
+def test_why_an_application_does_not_run_is_taken_from_its_deployments() -> None:
+    def text(*messages: str, application: str = "") -> str:
+        deployments = {str(index): SimpleNamespace(message=message) for index, message in enumerate(messages)}
+        found: Any = SimpleNamespace(deployments=deployments, message=application)
+        return launch._failure_text(found)
+
+    trace = "Traceback:\n  a line\nfastgen.errors.FastgenError: no such model\n"
+    assert text("", trace, application="The deployment failed.") == "no such model"
+    assert text("it has\n no  room", application="ValueError: other") == "it has no room"
+    assert text("", application=f"more\n{trace}") == "no such model"
+    assert text() == ""
+
+
 def test_replicas_are_placed_where_nothing_runs(started: dict[str, Any]) -> None:
     with pytest.raises(FastgenError, match="far enough"):
         launch.run_replicas({"model": "tiny-llama", "replicas": 1, "port": 0})
