@@ -48,8 +48,7 @@ def at_every_place(window: int, num_new: int) -> Rows:
 # New tokens of a sequence: a decode, decodes with drafts, and chunks of one query tile and of several.
 NEW = (1, 3, MAX_DECODE_QUERIES, MAX_DECODE_QUERIES + 1, 2 * KEYS + 1)
 QUICK = {
-    *((1, 53, "by block"), (3, 20, "gathered")),
-    *((MAX_DECODE_QUERIES, 48, "gathered"), (MAX_DECODE_QUERIES + 1, 53, "gathered")),
+    *((1, 53, "by block"), (MAX_DECODE_QUERIES, 48, "gathered"), (MAX_DECODE_QUERIES + 1, 53, "gathered")),
 }
 
 

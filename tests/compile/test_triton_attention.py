@@ -125,7 +125,7 @@ def test_every_feature_pair_and_triple() -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("kind", ["decodes", "chunks", "mixed", "long"])
+@pytest.mark.parametrize("kind", cases(["decodes", "chunks", "mixed", "long"], fast=["mixed", "long"]))
 def test_drawn_batches_in_the_same_buffers(kind: str) -> None:
     """Grids and buffers are one budget's; lengths, mix and number of sequences change from step to step."""
     rng = Random(f"batches of {kind}")
@@ -228,7 +228,9 @@ def test_parts_of_one_query_tile_are_joined_whatever_the_features() -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("rows", [SPLIT[1], ALONE], ids=["two levels", "a part alone"])
+@pytest.mark.parametrize(
+    "rows", [pytest.param(SPLIT[1], marks=pytest.mark.slow), ALONE], ids=["two levels", "a part alone"]
+)
 def test_launches_of_one_plan_follow_each_other(rows: Rows) -> None:
     """As those of the layers do: each leaves the arrivals as the next one needs them."""
     case = split(rows=rows)

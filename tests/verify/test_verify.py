@@ -120,7 +120,7 @@ def test_mistakes_are_found_at_their_node(
 
 def test_a_default_that_several_nodes_repeat_is_changed_in_all_of_them(tmp_path: Path) -> None:
     recipe = mutated(tmp_path, "llama", "attention_bias | default(false)", "attention_bias | default(true)", 2)
-    finding = verify(recipe).finding
+    finding = verify(recipe, configs=CONFIGS).finding
     assert finding is not None
     assert finding.cause is not None, finding
     assert finding.cause.change == "bias attention_bias | default(true) -> attention_bias | default(false), in 2 nodes"
@@ -128,6 +128,6 @@ def test_a_default_that_several_nodes_repeat_is_changed_in_all_of_them(tmp_path:
 
 def test_a_number_that_is_right_for_one_file_alone_is_no_cause(tmp_path: Path) -> None:
     recipe = mutated(tmp_path, "llama", "first('rope_scaling.rope_theta', 'rope_parameters.rope_theta', ", "first(")
-    finding = verify(recipe).finding
+    finding = verify(recipe, configs=CONFIGS).finding
     assert finding is not None
     assert finding.cause is None or " -> first(" in finding.cause.change, finding.cause
