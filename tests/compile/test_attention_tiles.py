@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from fastgen.compile.build.builder import Kernel
 from fastgen.compile.ops.attention import tiling
+from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.ops.attention.tiling import chunk_tiling
 from fastgen.compile.ops.attention.triton import AttentionKernel, AttentionPlan, attention_specs
 from fastgen.compile.spec import KernelSpec
@@ -43,6 +45,18 @@ def test_prompts_take_tiles_in_turn_where_the_assembler_has_registers_for_it(mon
     found = {name: chunk_tiling(shape, "sm_90").persistent for name, shape in shapes.items()}
     assert (found["D 64"], found["BLOOM"]) == (True, True)
     assert (found["D 128"], found["small blocks"], found["D 256"], found["latent"]) == (False, False, False, False)
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [{"softcap": 30.0}, {"alibi": "plain"}, {"v_dim": 64}, {"head_dim": 96, "v_dim": 96}],
+    ids=str,
+)
+def test_only_plain_heads_compute_the_next_product_ahead(feature: dict[str, Any]) -> None:
+    """Other heads have no registers left for it."""
+    plain = AttentionShape(8, 2, 128, 16, "bf16", 0.1)
+    assert chunk_tiling(plain, "sm_90").ahead
+    assert not chunk_tiling(replace(plain, **feature), "sm_90").ahead
 
 
 def test_attentions_of_one_plan_have_grids_of_their_own() -> None:
