@@ -128,7 +128,7 @@ def _sequences(event: Event) -> Iterator[str]:
     if isinstance(event, Step):
         yield from (entry.sequence for entry in event.entries)
         yield from (admission.sequence for admission in event.admitted)
-        yield from event.preempted
+        yield from (*event.preempted, *(event.held_back or ()), *event.postponed)
     elif isinstance(event, Finish | Blocks):
         yield event.sequence
     elif isinstance(event, Snapshot):

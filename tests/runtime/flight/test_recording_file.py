@@ -75,6 +75,14 @@ DAMAGES: dict[str, tuple[Callable[[Lines], object], str]] = {
         lambda lines: _first(lines, "finish").update(sequence="0.99"),
         r": sequence '0\.99' never arrived",
     ),
+    "a sequence held back that is none": (
+        lambda lines: _first(lines, "step").update(held_back=["0.99"]),
+        r": sequence '0\.99' never arrived",
+    ),
+    "a sequence postponed that is none": (
+        lambda lines: _first(lines, "step").update(postponed=["0.99"]),
+        r": sequence '0\.99' never arrived",
+    ),
     "a step left out": (lambda lines: lines.remove(_first(lines, "step")), r": step 1 stands where 0 belongs"),
 }
 
