@@ -88,7 +88,7 @@ class KernelCache:
 
     @property
     def directory(self) -> Path:
-        """The directory of the entries.
+        """Returns the directory of the entries.
 
         A temporary directory of this process takes its place, with a warning, if another user of the machine could
         change what it holds.
