@@ -391,7 +391,7 @@ class Scheduler:
                 chunk = ScheduledTokens(seq, seq.num_computed_tokens, num_tokens, samples=num_tokens == num_pending)
         finally:
             if waits and chunk is None:
-                self.forks.detach(seq)
+                self.kv.detach(seq)
         return chunk
 
     def _close(
@@ -428,7 +428,7 @@ class Scheduler:
         allocation = self.kv.allocate(seq, num_tokens)
         if allocation is None:
             return False
-        if seq.slot is not None and self.running.has_device:
+        if seq.slot is not None:
             self.running.add_entries(seq, allocation.appended)
             if allocation.copies:
                 copied = (TableEntry(copy.group, copy.table_index, copy.destination) for copy in allocation.copies)
