@@ -270,7 +270,7 @@ def _read(place: Path, key: Mapping[str, Any] | None) -> Entry | None:
             return None
         source = f"{manifest['name']}{found['suffix']}"
         return Entry(manifest["name"], found["arch"], place, place / source, manifest["report"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None
 
 

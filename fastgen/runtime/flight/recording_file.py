@@ -84,7 +84,7 @@ def parse_recording(data: bytes, source: str) -> Recording:
 def _read_header(line: bytes, path: str) -> Header:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise RecordingError("no flight recording of fastgen: this line is not a header", file=path, line=1)

@@ -100,7 +100,9 @@ def test_a_damaged_file_is_refused_and_the_line_named(damage: str, tmp_path: Pat
     assert str(refusal.value).startswith(f"{file}:{refusal.value.line}: ")
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"\x00\xff\xfe", b"[1, 2]\n", b'{"kind": "header"}\n', b"text\n"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"\x00\xff\xfe", b"[1, 2]\n", b'{"kind": "header"}\n', b"text\n", b"[" * 100_000 + b"\n"]
+)
 def test_foreign_files_are_not_recordings(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(content)
     with pytest.raises(RecordingError, match=":1: no flight recording of fastgen"):
