@@ -28,7 +28,7 @@ class KVShape:
 
     @property
     def num_features(self) -> int:
-        """Numbers a token leaves."""
+        """Returns how many numbers a token leaves."""
         return self.num_heads * self.head_dim * (2 if self.latent_dim is None else 1)
 
 
@@ -83,15 +83,15 @@ class PagedKVCache:
         self.size_bytes = sum(shape.num_features for shape, _ in storages) * num_blocks * block_size * dtype.itemsize
 
     def touch(self) -> None:
-        """Have the system give all of the memory now. It gives a page when the page is first written, which takes
-        milliseconds that a step would otherwise spend, in every layer at once.
+        """Writes all of the memory once. The system gives a page when it is first written, which takes milliseconds
+        that a step would otherwise spend, in every layer at once.
         """
         for pair in self.storage:
             for tensor in pair:
                 tensor.zero_()
 
     def copy_blocks(self, group: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Give block ``destinations[i]`` what block ``sources[i]`` contains, in every layer of ``group``.
+        """Copies block ``sources[i]`` to block ``destinations[i]``, in every layer of ``group``.
 
         All are read before any is written, so a block may be the source of one copy and the destination of another.
         """

@@ -369,7 +369,7 @@ class _PendingAdd(NamedTuple):
 
 
 def _norms_behind(spec: ModelSpec) -> list[NormSpec | None]:
-    """Returns by which norm the stream is read behind each branch, ``None`` where it is read as it is."""
+    """Returns the norm by which the stream is read behind each branch; ``None`` where it is read as it is."""
     branches = [branch for layer in spec.layers for branch in layer.branches]
     firsts = [branch.norm or branch.parts[0].norm for branch in branches[1:]]
     following = [*firsts, spec.final_norm]

@@ -113,7 +113,9 @@ def model_shape(
 
 
 def _quantized_numels(spec: ModelSpec) -> Iterator[int]:
-    """Numbers of each matrix that may be quantized and multiplied by a GPU's library: all but tables and experts."""
+    """Yields the size of each matrix that a GPU's library may multiply and that may be quantized: all but tables and
+    experts.
+    """
     for project in (spec.embedding.project, spec.head.project):
         if project:
             yield _numel([project])
@@ -152,7 +154,7 @@ class Shapes:
         return TableShape(num_rows, size, multiplies=multiplies, needed_by=self.needed_by(tensor.node))
 
     def linear(self, parts: Sequence[LinearSpec]) -> LinearShape:
-        """Parts that read the same input are stacked."""
+        """Returns the shape of linear layers of one input, stacked."""
         return LinearShape(
             parts[0].in_features,
             tuple(part.out_features for part in parts),
@@ -176,7 +178,7 @@ class Shapes:
         return None if spec is None else QkNorm(self.norm(spec.norm), over_all=spec.over == "all")
 
     def activation(self, spec: MlpSpec) -> ActivationShape:
-        """The activation must be a known one."""
+        """Returns the shape of an activation, which must be a known one."""
         gated = spec.gate is not None
         return ActivationShape(spec.activation, spec.up.out_features, gated, self.needed_by(spec.node))
 

@@ -34,7 +34,8 @@ def check_arrangement(options: LoadOptions, device: Device) -> None:
         )
     if count > 2 * device.num_cores:
         raise InvalidArgumentError(
-            f"tensor_parallel={count}: this machine has {device.num_cores} cores; each rank needs one to make progress"
+            f"tensor_parallel={count}: this machine has {device.num_cores} cores, and at most two ranks share one; ask "
+            f"for at most {2 * device.num_cores}"
         )
     if options.sealed is not False:
         raise InvalidArgumentError(f"tensor_parallel={count}: a sealed bundle has the kernels of one rank only")

@@ -101,6 +101,8 @@ class Engine:
     def use_policy(self, policy: Policy) -> None:
         """Replaces the scheduling policy, and begins a new flight recording. There may be no open request."""
         assert not self.has_work, "a policy is replaced between requests only"
+        if self._in_flight is not None:  # its requests were cancelled, and the next recording will not know it
+            self._update(self._collect(self._in_flight))
         self.scheduler.use_policy(policy)
         others = [one for one in self.observers.each if one is not self.recorder]
         facts = engine_facts(self.scheduler, runs_ahead=self._runs_ahead, ranks=self._ranks)
@@ -287,7 +289,7 @@ class Engine:
 
     @property
     def lost(self) -> str | None:
-        """Why no step can run any more; ``None`` while steps can."""
+        """Returns why no step can run any more; ``None`` while steps can."""
         return self.runner.lost
 
     def close(self) -> None:

@@ -315,9 +315,12 @@ class Stream(Iterator[GenerationChunk]):
     @property
     def output(self) -> GenerationOutput:
         """Returns the whole answer, after the stream has ended or was closed."""
-        if not self._generation.finished:
-            raise FastgenError("the stream has not ended; take its chunks, or close it, before asking for the output")
-        return self._generation.output()
+        with self._llm._lock:  # another thread may be in the step that ends it
+            if not self._generation.finished:
+                raise FastgenError(
+                    "the stream has not ended; take its chunks, or close it, before asking for the output"
+                )
+            return self._generation.output()
 
     def close(self) -> None:
         """Cancels the request if it still runs, which frees its blocks at once. Unread chunks are dropped."""

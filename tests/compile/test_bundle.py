@@ -18,7 +18,7 @@ import torch
 from fastgen.compile.build import bundle, sources
 from fastgen.compile.build import cpp as build_cpp
 from fastgen.compile.build import triton as build_triton
-from fastgen.compile.build.bundle import Bundle, bundle_beside, load_bundle, write_bundle
+from fastgen.compile.build.bundle import Bundle, bundle_beside, bundle_target, load_bundle, write_bundle
 from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.cpp import CppBuilder
 from fastgen.compile.build.loader import KernelLoader
@@ -253,6 +253,16 @@ def a_list(place: Path) -> str:
     return "of another version of fastgen"
 
 
+def nested_too_deep(place: Path) -> str:
+    (place / "bundle.json").write_text("[" * 100_000)
+    return "damaged: bundle.json: "
+
+
+def a_target_of_two(place: Path) -> str:
+    (place / "bundle.json").write_text('{"target": ["cpp", "triton"], "arch": "portable"}')
+    return "of another version of fastgen"
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -267,11 +277,14 @@ def a_list(place: Path) -> str:
         no_manifest,
         not_there,
         a_list,
+        nested_too_deep,
+        a_target_of_two,
     ],
 )
 def test_a_damaged_bundle_is_refused(place: Path, spoil: Callable[[Path], str]) -> None:
     load_bundle(place, CPU)
     said = spoil(place)
+    bundle_target(place)  # which a load reads first, raises nothing
     with pytest.raises(BundleError, match=said) as caught:
         load_bundle(place, CPU)
     assert str(place) in str(caught.value)

@@ -107,6 +107,10 @@ def be_a_list(place: Path) -> None:
     (place / "manifest.json").write_text("[1]")
 
 
+def nest_manifest_too_deep(place: Path) -> None:
+    (place / "manifest.json").write_text("[" * 100_000)
+
+
 def be_a_file(place: Path) -> None:
     shutil.rmtree(place)
     place.write_text("not a directory")
@@ -125,7 +129,7 @@ def edit_manifest(place: Path, edit: Callable[[dict], None]) -> None:
 
 DAMAGES = [
     *(truncate_binary, truncate_manifest, remove_binary, edit_source, add_file, come_from_another_version),
-    *(come_from_another_format, be_a_list, be_a_file, be_empty),
+    *(come_from_another_format, be_a_list, nest_manifest_too_deep, be_a_file, be_empty),
 ]
 
 

@@ -44,6 +44,8 @@ def test_what_was_measured_is_listed(loader: KernelLoader, cache: KernelCache) -
     assert kept(cache.directory) == []
     measure(loader, "A GPU", 3.0, 1.0)
     (cache.directory / ".tuning" / "damaged.json").write_text("{")
+    (cache.directory / ".tuning" / "nested.json").write_text("[" * 100_000)
+    (cache.directory / ".tuning" / "removed.json").symlink_to("nowhere")  # between the listing and the reading
     (row,) = kept(cache.directory)
     assert row == {
         "device": "A GPU",

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from fastgen.cli import app
 from fastgen.models.checkpoint.builtins import BUILTINS
 from fastgen.models.recipe.recipe import load_recipe
 from fastgen.models.resolve.resolve import resolve
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from tests.pages import ROOT, blocks
 
 PAGES = [
@@ -57,6 +59,13 @@ def test_the_python_of_the_scheduling_page_runs() -> None:
 def test_the_python_of_the_sampling_page_runs() -> None:
     (code,) = blocks(ROOT / "docs" / "sampling.md", "python")
     assert printed_by(code).split()[1] == "stop"
+
+
+def test_the_sampling_page_has_a_row_for_each_field() -> None:
+    table = re.search(r"\| field \| range, default \|.*?\n\n", (ROOT / "docs" / "sampling.md").read_text(), re.DOTALL)
+    assert table is not None
+    named = [name for row in table[0].strip().splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(field.name for field in fields(SamplingParams))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

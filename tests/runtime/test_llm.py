@@ -501,7 +501,7 @@ def test_defaults_come_from_generation_config(tmp_path: Path) -> None:
     assert draws <= set(greedy.logprobs[0])
     for wrong in ("2", -1, [True]):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
-        with pytest.raises(CheckpointError, match=r"generation_config.json: eos_token_id must be"):
+        with pytest.raises(CheckpointError, match=rf"^{tmp_path}: generation_config.json: eos_token_id must be"):
             fastgen.load(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": -1}))
     with pytest.raises(CheckpointError, match=r"generation_config.json: temperature"):

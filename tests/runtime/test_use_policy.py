@@ -8,9 +8,12 @@ import pytest
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.flight.replay import first_difference, num_replayed
+from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies import POLICIES, DynamicBatching, choose_policy, policy_name
 from fastgen.runtime.scheduling.policies.orca import Orca
 from tests.runtime.histories import History
+from tests.runtime.remembering_device import alone, build_engine
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
@@ -48,3 +51,20 @@ def test_a_policy_is_not_replaced_while_a_request_is_open() -> None:
     with pytest.raises(AssertionError, match="between requests"):
         history.engine.use_policy(Orca())
     history.finish()
+
+
+def test_a_policy_is_replaced_where_a_cancelled_step_is_still_in_flight() -> None:
+    kv = KVCacheManager(40, 4, (None,), max_chunk=16)
+    engine = build_engine(kv, token_budget=16, max_num_seqs=4, runs_ahead=True)
+    sampling = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    cancelled = engine.submit([3, 4, 5], sampling)
+    engine.step()
+    engine.cancel(cancelled)
+    engine.use_policy(Orca())
+    generation = engine.submit([3, 4, 5], sampling)
+    while engine.has_work:
+        engine.step()
+    assert [(generation.output().token_ids, generation.output().score)] == alone([3, 4, 5], sampling)
+    recording = engine.recorder.recording("m")
+    assert list(recording.arrivals) == [generation.request.request_id]
+    assert first_difference(recording) is None

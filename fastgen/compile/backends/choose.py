@@ -74,12 +74,10 @@ def backend_for(
     return ReferenceBackend(facts)
 
 
-def backend_of(
-    loader: KernelLoader, *, max_rows: int, max_num_seqs: int = 0, num_threads: int = 1, num_sms: int = 0
-) -> Backend:
+def backend_of(loader: KernelLoader, *, max_rows: int, max_num_seqs: int = 0, num_sms: int = 0) -> Backend:
     """Returns the backend of the target that ``loader`` builds for."""
     builder = loader.builder
-    facts = TargetFacts(builder.target, builder.arch, num_threads, num_sms)
+    facts = TargetFacts(builder.target, builder.arch, num_sms=num_sms)
     return backend_for(facts, loader, max_rows=max_rows, max_num_seqs=max_num_seqs)
 
 

@@ -19,7 +19,7 @@ class Table(Protocol):
 
     @property
     def slot(self) -> Tensor | Rows:
-        """The place of the checkpoint's tensor ``[rows, size]``."""
+        """Returns the place of the checkpoint's tensor ``[rows, size]``."""
 
 
 class EmbeddingOp(Protocol):
@@ -138,7 +138,7 @@ class HeadMaps(Protocol):
 
     @property
     def slot(self) -> Tensor | Rows:
-        """The place of the checkpoint's tensor ``[N * out, rank]``."""
+        """Returns the place of the checkpoint's tensor ``[N * out, rank]``."""
 
 
 class LatentAttentionOp(Protocol):
@@ -194,7 +194,7 @@ class ExpertsOp(Protocol):
 class HeadOp(Protocol):
     @property
     def bias_slot(self) -> Tensor | None:
-        """The place of the checkpoint's bias ``[V]``."""
+        """Returns the place of the checkpoint's bias ``[V]``."""
 
     def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns logits ``[R, V]`` in fp32 of ``hidden [R, H]``. A kernel writes them to ``out`` if it is given."""

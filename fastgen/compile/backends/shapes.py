@@ -62,7 +62,7 @@ class LinearShape:
 
     @property
     def total(self) -> int:
-        """Outputs of all parts."""
+        """Returns the outputs of all parts."""
         return sum(self.out_features)
 
 
@@ -80,7 +80,7 @@ class FeatureNorm:
 
     @property
     def size(self) -> int:
-        """Features that are normed together."""
+        """Returns how many features are normed together."""
         return self.shape[-1]
 
     def of_rows(self, dtype: str, *, residual: bool = False, scale: float = 1.0) -> NormShape:
@@ -104,7 +104,7 @@ class QkNorm:
 
     @property
     def of_heads(self) -> HeadNorm:
-        """The norm as kernels of attention compute it."""
+        """Returns the norm as kernels of attention compute it."""
         return self.norm.of_heads(over_all=self.over_all)
 
 
@@ -145,7 +145,7 @@ class LatentShape:
 
     @property
     def kv_rank(self) -> int:
-        """Features of the latent."""
+        """Returns how many features the latent has."""
         return self.attention.v_dim
 
 

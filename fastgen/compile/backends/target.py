@@ -21,12 +21,12 @@ class TargetFacts:
 
     @property
     def has_kernels(self) -> bool:
-        """Tells if generated kernels compute; torch does otherwise."""
+        """Returns whether generated kernels compute; otherwise torch does."""
         return self.name != "torch"
 
     @property
     def quantized_formats(self) -> tuple[QuantizedFormat, ...]:
-        """The formats of quantized weights that the target multiplies."""
+        """Returns the formats of quantized weights that the target multiplies."""
         return QUANTIZED[self.name]
 
     def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:

@@ -127,7 +127,7 @@ class Tuning:
         try:
             kept: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             return kept if kept["key"] == key and kept.keys() >= {"choice", "seconds"} else None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
             return None
 
     def _fastest(self, problem: str, ways: Sequence[Way]) -> Choice:

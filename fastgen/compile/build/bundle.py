@@ -61,7 +61,7 @@ class Bundle:
             manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise BundleError(f"{directory} is no bundle of kernels: it has no {_MANIFEST}; {_HOW}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise BundleError(f"the bundle {directory} is damaged: {_MANIFEST}: {error}; {_HOW}") from error
         if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
             raise BundleError(f"the bundle {directory} is of another version of fastgen; {_HOW}")
@@ -257,9 +257,9 @@ def bundle_target(directory: Path) -> tuple[str, str] | None:
     try:
         manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
         target, arch = manifest["target"], manifest["arch"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return (target, arch) if target in QUANTIZED else None
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
-    return (target, arch) if target in QUANTIZED else None
 
 
 def load_bundle(

@@ -88,7 +88,7 @@ class KernelCache:
 
     @property
     def directory(self) -> Path:
-        """The directory of the entries.
+        """Returns the directory of the entries.
 
         A temporary directory of this process takes its place, with a warning, if another user of the machine could
         change what it holds.
@@ -270,7 +270,7 @@ def _read(place: Path, key: Mapping[str, Any] | None) -> Entry | None:
             return None
         source = f"{manifest['name']}{found['suffix']}"
         return Entry(manifest["name"], found["arch"], place, place / source, manifest["report"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -65,12 +65,11 @@ class KernelLoader:
         builder: Builder,
         *,
         cache: KernelCache | None = None,
-        fence: Fence | None = None,
         num_jobs: int | None = None,
     ):
         self.builder = builder
         self.cache = cache or KernelCache()
-        self.fence = fence or Fence()
+        self.fence = Fence()
         self.num_jobs = num_jobs or current("cpu").num_cores
         self._kernels: dict[KernelSpec, Kernel] = {}
 

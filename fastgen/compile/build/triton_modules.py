@@ -131,7 +131,7 @@ def _c_compiler() -> list[str]:
 
 @contextmanager
 def modules_from(directory: Path | None, kernel: str) -> Iterator[None]:
-    """Within the block Triton takes its modules for the kernel of that digest from ``directory``, if it exists."""
+    """Has Triton take its modules for the kernel of that digest from ``directory`` within the block, if that exists."""
     if directory is None or not directory.is_dir():
         yield
         return

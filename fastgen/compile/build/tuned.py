@@ -24,18 +24,18 @@ def kept(directory: Path) -> list[dict[str, Any]]:
     """Returns what was measured and kept in a kernel cache, the oldest first: ``device``, ``problem``, ``choice``, and
     the ``seconds`` of the choice and of the default.
     """
-    found = []
-    files = directory.glob(f"{DIRECTORY}/*.json")
-    for file in sorted(files, key=lambda file: (file.stat().st_mtime, file.name)):
+    found: list[tuple[float, str, dict[str, Any]]] = []
+    for file in directory.glob(f"{DIRECTORY}/*.json"):
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
             key, choice, seconds = data["key"], data["choice"], data["seconds"]
             of_choice = next(time for each, time in seconds if each == choice)
             row = {"device": key["device"], "problem": key["problem"], "choice": choice}
-            found.append({**row, "seconds": of_choice, "default_seconds": seconds[0][1]})
-        except (OSError, ValueError, KeyError, TypeError, StopIteration):
-            _log.debug("%s is damaged", file)
-    return found
+            row |= {"seconds": of_choice, "default_seconds": seconds[0][1]}
+            found.append((file.stat().st_mtime, file.name, row))
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, StopIteration):
+            _log.debug("%s is damaged, or was removed", file)
+    return [row for *_, row in sorted(found, key=lambda each: each[:2])]
 
 
 def export(directory: Path, file: Path) -> Mapping[str, int]:

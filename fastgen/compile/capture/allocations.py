@@ -46,7 +46,7 @@ class Allocations:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at once."""
+        """Returns the most bytes alive at once."""
         now = most = 0
         for event in self.events:
             now += self.sizes[event] if event >= 0 else -self.sizes[~event]
@@ -55,8 +55,8 @@ class Allocations:
 
     @property
     def arena_bytes(self) -> int:
-        """The memory of an :class:`~fastgen.compile.capture.arena.Arena` that serves them: at first one slab, large
-        enough for what is alive at once, then one more for each piece that finds no gap."""
+        """Returns the bytes of an :class:`~fastgen.compile.capture.arena.Arena` that serves them: at first one slab,
+        large enough for what is alive at once, then one more for each piece that finds no gap."""
         sizes = [aligned(size) for size in self.sizes]
         spaces = [Space(_slab_bytes(Allocations(tuple(sizes), self.events).peak_bytes))]
         places: dict[int, tuple[Space, tuple[int, int]]] = {}
@@ -141,7 +141,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Asked by torch: else it would import its compiler for this, which takes seconds."""
+        """Keeps torch from importing its compiler for this, which takes seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

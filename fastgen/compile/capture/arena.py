@@ -46,7 +46,7 @@ class Arena:
 
     @property
     def num_pieces(self) -> int:
-        """Pieces that tensors hold now."""
+        """Returns how many pieces tensors hold now."""
         return sum(len(slab.space.taken) for slab in self._slabs)
 
     def like(self, described: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ _PLAIN = (Tensor, int, float, str, type(None), torch.dtype)
 
 @contextmanager
 def recording(by: Recorder) -> Iterator[None]:
-    """Within the block this thread's launches go to ``by``. Raises ``RuntimeError`` inside another recording."""
+    """Gives this thread's launches to ``by`` within the block. Raises ``RuntimeError`` inside another recording."""
     if recorder() is not None:
         raise RuntimeError("a recording is under way in this thread")
     set_recorder(by)

@@ -77,7 +77,7 @@ class RankMemory:
 
     @property
     def others(self) -> Tensor:
-        """The bytes for other uses."""
+        """Returns the bytes for other uses."""
         return self.shared[self._others_offset :]
 
     def begin(self, index: int) -> int:

@@ -23,12 +23,12 @@ class Rows(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which rows that are written must be finite."""
+        """Returns the dtype in which rows that are written must be finite."""
 
     def copy_(self, rows: Tensor) -> None: ...
 
     def holds(self, rows: Tensor) -> bool:
-        """Tells if the weight holds exactly these rows, rounded and packed."""
+        """Returns whether the weight holds exactly these rows, rounded and packed."""
 
 
 def _largest_of_all(rows: Tensor, weight_format: str, ranks: Ranks | None) -> Tensor | None:
@@ -53,14 +53,14 @@ class PackedRows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which rows that are written must be finite."""
+        """Returns the dtype in which rows that are written must be finite."""
         return torch.float16 if self.weight.format == "fp16" else torch.float32
 
     def copy_(self, rows: Tensor) -> None:
         self.weight.write(self.start, rows, _largest_of_all(rows, self.weight.format, self.ranks))
 
     def holds(self, rows: Tensor) -> bool:
-        """Tells if the weight holds exactly these rows, packed."""
+        """Returns whether the weight holds exactly these rows, packed."""
         there = self.weight.rows(torch.arange(self.start, self.start + len(rows)))
         packed = PackedWeight(self.weight.format, *self.shape, self.weight.arch)
         packed.write(0, rows, _largest_of_all(rows, self.weight.format, self.ranks))
@@ -82,7 +82,7 @@ class QuantizedRows:
         self.weight.write(self.start, rows, _largest_of_all(rows, self.weight.format, self.ranks))
 
     def holds(self, rows: Tensor) -> bool:
-        """Tells if the weight holds exactly these rows, rounded."""
+        """Returns whether the weight holds exactly these rows, rounded."""
         largest = _largest_of_all(rows, self.weight.format, self.ranks)
         place, other = slice(self.start, self.start + self.shape[0]), quantized(rows, self.weight.format, largest)
         codes, scale = self.weight.codes[place].to(rows.device), self.weight.scale[place].to(rows.device)
@@ -107,7 +107,7 @@ class PackedHeads:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which rows that are written must be finite."""
+        """Returns the dtype in which rows that are written must be finite."""
         return self._parts()[0].dtype
 
     def copy_(self, rows: Tensor) -> None:
@@ -115,7 +115,7 @@ class PackedHeads:
             part.copy_(its_rows)
 
     def holds(self, rows: Tensor) -> bool:
-        """Tells if the weight holds exactly these rows, packed."""
+        """Returns whether the weight holds exactly these rows, packed."""
         return all(part.holds(its_rows) for part, its_rows in zip(self._parts(), self._cut(rows), strict=True))
 
     def _parts(self) -> list[PackedRows]:

@@ -95,7 +95,7 @@ class _Reader:
 
     @property
     def line(self) -> int:
-        """The line that was read last."""
+        """Returns the line that was read last, from 1."""
         return int(self.loader.line) + 1
 
     def document(self) -> Tree:

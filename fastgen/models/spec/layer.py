@@ -109,7 +109,7 @@ class AttentionSpec:
 
     @property
     def cached_features(self) -> int:
-        """Elements that one token takes in the cache: its keys and values."""
+        """Returns how many numbers a token takes in the cache: its keys and values."""
         return 2 * self.num_kv_heads * self.head_dim
 
 
@@ -142,7 +142,7 @@ class LatentAttentionSpec:
 
     @property
     def cached_features(self) -> int:
-        """Elements that one token takes in the cache: the latent vector and the rotated key."""
+        """Returns how many numbers a token takes in the cache: the latent vector and the rotated key."""
         return self.kv_rank + self.rope_dim
 
 

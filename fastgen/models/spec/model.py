@@ -99,7 +99,7 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Number of learned parameters; a tied head counts once."""
+        """Returns the number of learned parameters; a tied head counts once."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors())
 
     def parts(self) -> Iterator[AttentionSpec | LatentAttentionSpec | MlpSpec | MoeSpec]:

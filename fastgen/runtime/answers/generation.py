@@ -124,12 +124,16 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        """Returns whether every completion has ended. Completions known to have ended are not looked at again."""
-        while self._num_finished < len(self.completions):
-            if self.completions[self._num_finished].finish_reason is None:
-                return False
-            self._num_finished += 1
-        return True
+        """Returns whether every completion has ended. Completions known to have ended are not looked at again.
+
+        Any thread may ask: nothing is created, and the place that was reached is set and not advanced, so that two
+        threads do not skip a completion.
+        """
+        completions, place = self._completions or (), self._num_finished
+        while place < len(completions) and completions[place].finish_reason is not None:
+            place += 1
+        self._num_finished = place
+        return 0 < len(completions) == place
 
     def adopt_beams(self, stop_ids: frozenset[int]) -> list[FinishReason | None]:
         """Takes the best hypotheses as the completions. Returns why each ended; ``None`` for one that has not ended,

@@ -9,7 +9,7 @@ later event of it.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from datetime import UTC, datetime
 from itertools import islice
@@ -336,7 +336,10 @@ class Recorder(Observer):
             engine=self.engine,
         )
         ring, requests = (*self._early.values(), *self._ring), dict(self._open)
-        return header, self._events(ring, requests)
+        # Later moves give beams other tokens; those of other sequences only become more.
+        searches = [request for request in requests.values() if request.has_beams and self.engine.prefix_caching]
+        beams = {seq: list(seq.token_ids) for request in searches for seq in request.made_sequences}
+        return header, self._events(ring, requests, beams)
 
     def _append(self, event: _RingEvent, num_bytes: int) -> None:
         self._ring.append(event)
@@ -358,8 +361,12 @@ class Recorder(Observer):
         elif isinstance(event, _Finished) and event.request is not None:
             del self._early[event.key[0]]
 
-    def _events(self, ring: SequenceOf[_RingEvent], requests: dict[int, Request]) -> Iterator[Event]:
-        """Yields the events of ``ring``, given the open ``requests``, to which it adds those that have ended."""
+    def _events(
+        self, ring: SequenceOf[_RingEvent], requests: dict[int, Request], beams: Mapping[Sequence, list[int]]
+    ) -> Iterator[Event]:
+        """Yields the events of ``ring``, given the open ``requests``, to which it adds those that have ended, and the
+        tokens of their ``beams``.
+        """
         numbers = BlockNumbers(self.engine.block_size)
         for event in ring:
             if isinstance(event, StepRecord):
@@ -377,8 +384,8 @@ class Recorder(Observer):
                     requests[event.key[0]] = event.request
                 yield _finish(event)
         if self.engine.prefix_caching:
-            for seq in (seq for _, request in sorted(requests.items()) for seq in request.sequences):
-                if blocks := numbers.behind_prompt(seq.token_ids, seq.num_prompt_tokens):
+            for seq in (seq for _, request in sorted(requests.items()) for seq in request.made_sequences):
+                if blocks := numbers.behind_prompt(beams.get(seq, seq.token_ids), seq.num_prompt_tokens):
                     yield Blocks(sequence=seq.name, blocks=blocks)
 
 

@@ -84,7 +84,7 @@ def parse_recording(data: bytes, source: str) -> Recording:
 def _read_header(line: bytes, path: str) -> Header:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise RecordingError("no flight recording of fastgen: this line is not a header", file=path, line=1)
@@ -128,7 +128,7 @@ def _sequences(event: Event) -> Iterator[str]:
     if isinstance(event, Step):
         yield from (entry.sequence for entry in event.entries)
         yield from (admission.sequence for admission in event.admitted)
-        yield from event.preempted
+        yield from (*event.preempted, *(event.held_back or ()), *event.postponed)
     elif isinstance(event, Finish | Blocks):
         yield event.sequence
     elif isinstance(event, Snapshot):

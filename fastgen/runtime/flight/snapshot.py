@@ -168,7 +168,9 @@ def restore(scheduler: Scheduler, snapshot: Snapshot, sequences: Mapping[str, Se
     for seq in scheduler.running:
         scheduler.reservations.reserve(seq)
     scheduler.waiting.restore(
-        [(sequences[each.sequence], each.since_s) for each in snapshot.waiting], found(snapshot.held)
+        [(sequences[each.sequence], each.since_s) for each in snapshot.waiting],
+        found(snapshot.held),
+        scheduler.running,
     )
     scheduler.forks.forked.update(found(snapshot.forked))
     scheduler.place = (snapshot.num_opened, snapshot.next_lookahead, snapshot.now_s)

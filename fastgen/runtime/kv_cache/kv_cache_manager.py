@@ -138,12 +138,11 @@ class KVCacheManager:
         return held_entries(seq)
 
     def detach(self, seq: Sequence) -> None:
-        """Undoes :meth:`attach_cached` for a sequence that could not be admitted after all."""
-        if seq in self._looked_up:
-            self.free(seq)
-            seq.num_computed_tokens = 0
-            if not seq.num_preemptions:
-                seq.num_cached_tokens = 0
+        """Undoes :meth:`attach_cached`, or :meth:`fork`, for a sequence that could not be admitted after all."""
+        self.free(seq)
+        seq.num_computed_tokens = 0
+        if not seq.num_preemptions:
+            seq.num_cached_tokens = 0
 
     def allocate(self, seq: Sequence, num_new_tokens: int) -> Allocation | None:
         """Makes places for the ``num_new_tokens`` tokens of ``seq`` that follow the computed ones.

@@ -24,17 +24,17 @@ class EngineConfig:
 
     @property
     def max_rows(self) -> int:
-        """Rows of a step that may need logits: a token of each sequence, and its drafts."""
+        """Returns how many rows of a step may need logits: a token of each sequence, and its drafts."""
         return min(self.token_budget, self.max_num_seqs * (1 + self.num_draft_tokens))
 
     @property
     def max_cached_len(self) -> int:
-        """Tokens of the longest sequence that are computed: all but the last, which nothing follows."""
+        """Returns how many tokens of the longest sequence are computed: all but the last, which nothing follows."""
         return max(1, self.max_model_len - 1)
 
     @property
     def max_blocks(self) -> int:
-        """Blocks of the longest sequence, in one KV group."""
+        """Returns how many blocks the longest sequence has in one KV group."""
         return -(-self.max_model_len // self.block_size)
 
 

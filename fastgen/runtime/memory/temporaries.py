@@ -64,9 +64,7 @@ class Temporaries:
         hidden, logits = (each.nbytes for each in results(self._build, config))
         row = hidden // budget
         sampling = max(rows * row + self._logits_bytes(rows), logits + self._sampling_bytes(rows))
-        if (
-            self._backend.steps == "captured"
-        ):  # whose results are in static buffers, which others use for sizes that recur
+        if self._backend.steps == "captured":  # the results of all steps are in static buffers
             hidden, logits, sampling = 0, 0, self._sampling_bytes(rows)
         scores = pieces * 4 * self._build.spec.vocab_size
         scoring = max(self._logits_bytes(pieces), scores + self._scoring_bytes(pieces))

@@ -68,7 +68,7 @@ class LeadingForward(Forward):
 
     @property
     def lost(self) -> str | None:
-        """Why the ranks cannot continue; ``None`` while they can."""
+        """Returns why the ranks cannot continue; ``None`` while they can."""
         return self._team.lost
 
     @property

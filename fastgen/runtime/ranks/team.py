@@ -47,7 +47,7 @@ class _Members:
 
     @property
     def are_ready(self) -> bool:
-        """Tells if all ranks take plans."""
+        """Returns whether all ranks take plans."""
         return self.num_sent[READY] == self.memory.count - 1
 
     def lose(self, why: str) -> None:
@@ -160,7 +160,7 @@ class Team:
 
     @property
     def own_ranks(self) -> SharedRanks:
-        """Rank 0, which this process is."""
+        """Returns rank 0, which is this process."""
         return SharedRanks(self.memory, 0)
 
     def meet(self) -> None:
@@ -224,7 +224,7 @@ class Team:
 
     @property
     def lost(self) -> str | None:
-        """Why the ranks cannot continue; ``None`` while they can."""
+        """Returns why the ranks cannot continue; ``None`` while they can."""
         return self._members.lost
 
     def close(self) -> None:

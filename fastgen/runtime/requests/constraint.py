@@ -29,7 +29,7 @@ class Matcher(Protocol):
 
     @property
     def error(self) -> str:
-        """Why no token is allowed any more, if the grammar's library gave up; empty otherwise."""
+        """Returns why no token is allowed any more, if the grammar's library gave up; empty otherwise."""
         ...
 
     def prepare(self) -> None:

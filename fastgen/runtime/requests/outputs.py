@@ -56,7 +56,7 @@ class GenerationOutput:
 
     @property
     def completions(self) -> tuple[GenerationOutput, ...]:
-        """All ``n`` completions of the prompt; the first is this output itself."""
+        """Returns all ``n`` completions of the prompt; the first is this output itself."""
         return (self, *self.others)
 
 

@@ -59,10 +59,17 @@ class Request:
             self._sequences = tuple([Sequence(self, index) for index in range(self.num_sequences)])
         return self._sequences
 
+    @property
+    def made_sequences(self) -> tuple[Sequence, ...]:
+        """Returns its sequences, or none if they were not created yet. Unlike :attr:`sequences`, any thread may read
+        it: a second one would create other objects than those that the scheduler has.
+        """
+        return self._sequences or ()
+
     def queue(self, turn: int) -> None:
         """Notes that the request waits as number ``turn``."""
         self.turn = turn
-        for seq in self._sequences or ():
+        for seq in self.made_sequences:
             seq.urgency = (self.sampling.priority, turn, seq.index)
 
     @property

@@ -104,15 +104,8 @@ class Forks:
         siblings = (each for each in self._running if each.request is seq.request)
         parent = next((each for each in siblings if self._kv.can_fork(each, num_shared)), None)
         if parent is not None:
-            self.detach(seq)
+            self._kv.detach(seq)
             self._kv.fork(parent, seq, num_shared)
-
-    def detach(self, seq: Sequence) -> None:
-        """Undoes :meth:`attach`."""
-        self._kv.free(seq)
-        seq.num_computed_tokens = 0
-        if not seq.num_preemptions:
-            seq.num_cached_tokens = 0
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Lets the beam ``child`` continue from the state of ``parent`` of the same search: with the same tokens, in

@@ -4,11 +4,11 @@ Every unfinished sequence has an urgency: its class, its turn in the class, its 
 (:mod:`fastgen.runtime.scheduling.waiting_queue`). A step takes
 
 1. one token of every decode. A decode that finds no free block preempts the least urgent running sequence, which may be
-itself: the blocks of that sequence are freed, it waits for a slot, and will be computed again from its first token; 2.
-prompt tokens, as many as the :mod:`policy <fastgen.runtime.scheduling.policies>` says. The most urgent prompt comes
-first, among running ones that are partly computed and waiting ones, which are admitted as long as there are slots. A
-chunk is cut to what the free blocks hold. A step that had to preempt admits nothing, and a preempted sequence is
-admitted again only when there is room for everything that it has to compute again.
+   the decode itself: its blocks are freed, it waits for a slot, and is computed again from its first token;
+2. prompt tokens, as many as the :mod:`policy <fastgen.runtime.scheduling.policies>` says. The most urgent prompt comes
+   first, whether it runs and is partly computed, or waits. Waiting ones are admitted as long as there are slots. A
+   chunk is cut to what the free blocks hold. A step that had to preempt admits nothing. A preempted sequence is
+   admitted again only when there is room for everything that it has to compute again.
 
 The sequences of a request share its prompt. All but the first wait until it is computed, and then take its blocks.
 
@@ -60,10 +60,9 @@ class Scheduler:
     left. :class:`~fastgen.runtime.scheduling.reservations.Reservations` explains ``kv_reservation``.
 
     For each step the engine calls :meth:`schedule`, runs the step, calls :meth:`commit`, and then appends one token to
-    each sampled sequence or calls :meth:`finish`. A schedule stays uncommitted where running it failed: the next one
-    takes its place, and the blocks and slots that it gave stay with their sequences. Where the next step is scheduled
-    ``ahead`` of the tokens of the last one, :meth:`launched` is called before, and :meth:`commit` after these tokens
-    were appended.
+    each sampled sequence or calls :meth:`finish`. If a step fails, its schedule is not committed: the next one takes
+    its place, and the blocks and slots that it gave stay with their sequences. If a step is scheduled ahead of the
+    tokens of the last one, :meth:`launched` is called before these tokens are appended, and :meth:`commit` afterwards.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class Scheduler:
 
     @property
     def place(self) -> tuple[int, int, float]:
-        """Returns other state: open admissions, the next decode to get a lookahead block, and the clock."""
+        """Returns the open admissions, the next decode to get a lookahead block, and the clock, for snapshots."""
         return self._num_opened, self.staggering.next_lookahead, self._now_s
 
     @place.setter
@@ -392,7 +391,7 @@ class Scheduler:
                 chunk = ScheduledTokens(seq, seq.num_computed_tokens, num_tokens, samples=num_tokens == num_pending)
         finally:
             if waits and chunk is None:
-                self.forks.detach(seq)
+                self.kv.detach(seq)
         return chunk
 
     def _close(
@@ -429,7 +428,7 @@ class Scheduler:
         allocation = self.kv.allocate(seq, num_tokens)
         if allocation is None:
             return False
-        if seq.slot is not None and self.running.has_device:
+        if seq.slot is not None:
             self.running.add_entries(seq, allocation.appended)
             if allocation.copies:
                 copied = (TableEntry(copy.group, copy.table_index, copy.destination) for copy in allocation.copies)

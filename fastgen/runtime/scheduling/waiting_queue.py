@@ -189,14 +189,18 @@ class WaitingQueue:
         """Returns what waits, in the order in which it entered its class, with the time of that."""
         return list(self._since_s.items())
 
-    def restore(self, entries: Iterable[tuple[Sequence, float]], held: Iterable[Sequence]) -> None:
-        """Restores a snapshot into a new queue; the sequences have their urgency."""
+    def restore(
+        self, entries: Iterable[tuple[Sequence, float]], held: Iterable[Sequence], running: Iterable[Sequence]
+    ) -> None:
+        """Restores a snapshot into a new queue; the sequences have their urgency. New requests get later turns than
+        these and the ``running`` ones.
+        """
         entries = list(entries)
         self._since_s = OrderedDict(entries)
         waiting = sorted((seq for seq, _ in entries), key=_urgency)
         for seq in waiting:
             self._class(seq.urgency[0]).returned.append(seq)
-        self._turns = count(1 + max((seq.urgency[1] for seq in waiting), default=0))
+        self._turns = count(1 + max((seq.urgency[1] for seq in (*waiting, *running)), default=0))
         for seq in held:
             self.hold(seq)
 

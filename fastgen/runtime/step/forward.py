@@ -55,7 +55,7 @@ class Forward:
 
     @property
     def lost(self) -> str | None:
-        """Why no step can run any more; ``None`` while steps can."""
+        """Returns why no step can run any more; ``None`` while steps can."""
         return None
 
     @property

@@ -39,11 +39,11 @@ class Mailbox:
 
     @property
     def number(self) -> int:
-        """The number of the last message."""
+        """Returns the number of the last message."""
         return int(self._first[_NUMBER])
 
     def has_room_for(self, num_updates: int) -> bool:
-        """Tells if the next message may bring so many more changed entries."""
+        """Returns whether the next message may bring ``num_updates`` more changed entries."""
         return int(self._first[_NUM_UPDATES]) + num_updates <= self.max_updates
 
     def add_updates(self, places: Array, blocks: Array) -> None:

@@ -91,7 +91,7 @@ class ModelRunner:
 
     @property
     def lost(self) -> str | None:
-        """Why no step can run any more; ``None`` while steps can."""
+        """Returns why no step can run any more; ``None`` while steps can."""
         return self.forward.lost
 
     @property

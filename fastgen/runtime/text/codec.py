@@ -58,10 +58,10 @@ class TextCodec:
         generation = read_json_object(file) if file.is_file() else {}
         tokenizer = load_tokenizer(directory, config, tokenizer_class)
         try:
-            sampling = default_sampling(generation)
+            sampling, eos_token_ids = default_sampling(generation), _eos_token_ids(generation, config, tokenizer)
         except InvalidArgumentError as error:
             raise CheckpointError(f"{directory}: {error}") from None
-        return cls(tokenizer, eos_token_ids=_eos_token_ids(generation, config, tokenizer), default_sampling=sampling)
+        return cls(tokenizer, eos_token_ids=eos_token_ids, default_sampling=sampling)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -248,7 +248,7 @@ def _call_with_text(call: Any) -> Any:
 
 
 def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any) -> frozenset[int]:
-    """Returns the end-of-text ids of the first of the three sources that has any."""
+    """Returns the end-of-text ids of the first of the three sources that has any. Raises ``InvalidArgumentError``."""
     for source, named in (
         ("generation_config.json", generation.get("eos_token_id")),
         ("config.json", config.get("eos_token_id")),
@@ -258,6 +258,8 @@ def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any], tok
             continue
         ids = named if isinstance(named, list) else [named]
         if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids):
-            raise CheckpointError(f"{source}: eos_token_id must be a token id or a list of them, not {named!r:.60}")
+            raise InvalidArgumentError(
+                f"{source}: eos_token_id must be a token id or a list of them, not {named!r:.60}"
+            )
         return frozenset(ids)
     return frozenset()

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fastgen.runtime.answers.generation import Completion, Generation
-from fastgen.runtime.requests.outputs import GenerationChunk
+from fastgen.runtime.requests.outputs import FinishReason, GenerationChunk
 from fastgen.runtime.requests.request import Request
 from fastgen.runtime.requests.sampled import SampledToken
 from fastgen.runtime.requests.sampling_params import SamplingParams
@@ -178,3 +178,39 @@ def test_log_probabilities_are_there_where_they_were_asked_for(count: int | None
     output = generation.output()
     assert output.logprobs == (None if count is None else [])
     assert output.prompt_logprobs == (None if count is None else [None] * 3)
+
+
+# Other threads
+
+
+def test_asking_whether_a_waiting_request_has_finished_makes_nothing_of_it() -> None:
+    """Another thread may be making its sequences and completions just then."""
+    request = Request(0, [3, 1, 4], SamplingParams(n=2), arrival_s=10.0)
+    generation = Generation(request)
+    assert not generation.finished
+    assert request.made_sequences == ()
+    sequences = [completion.sequence for completion in generation.completions]
+    assert sequences == list(request.sequences) == list(request.made_sequences)
+
+
+def test_two_threads_that_ask_at_once_skip_no_completion() -> None:
+    generation = generation_of(n=2)
+
+    class AskedAtOnce(Completion):
+        @property
+        def finish_reason(self) -> FinishReason:  # type: ignore[override]
+            if not asked:
+                asked.append(self)
+                assert not generation.finished  # the other thread, in the middle of this one
+            return "length"
+
+        @finish_reason.setter
+        def finish_reason(self, reason: FinishReason | None) -> None:
+            """Set by the dataclass."""
+
+    asked: list[Completion] = []
+    generation.completions[0] = AskedAtOnce(generation.completions[0].sequence)
+    assert not generation.finished
+    assert asked
+    generation.completions[1].finish("length")
+    assert generation.finished

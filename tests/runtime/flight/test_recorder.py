@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+import fastgen.runtime.requests.request
+from fastgen.errors import RequestTooLargeError
 from fastgen.runtime.flight.recorder import Recorder
-from fastgen.runtime.flight.recording import Arrival, Finish, Recording
+from fastgen.runtime.flight.recording import Arrival, Blocks, Finish, Recording
+from fastgen.runtime.flight.replay import first_difference
+from fastgen.runtime.requests.request import Request
 from fastgen.runtime.step.step import Step as EngineStep
 from tests.runtime.histories import History, random_history
 
@@ -179,3 +184,41 @@ def test_without_a_prefix_cache_nothing_is_said_of_tokens() -> None:
     recording = history.engine.recorder.recording("m")
     assert all(arrival.blocks == () for arrival in recording.arrivals.values())
     assert {event.kind for event in recording.events} == {"arrival", "step", "finish"}
+
+
+def test_writing_a_recording_makes_no_sequences_of_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written on another thread, and the engine's would then have other sequences than their request."""
+    history = History(random.Random(0), num_blocks=30, token_budget=8, max_num_seqs=1, prefix_caching=True)
+    for _ in range(3):
+        history.engine.submit([7] * 9, history.sampling(max_new_tokens=5, ignore_eos=True))
+    history.step()
+    header, events = history.engine.recorder.contents("m")
+
+    def refuse(request: Request, index: int) -> Any:
+        raise AssertionError(f"sequence {index} of {request} is made")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fastgen.runtime.requests.request, "Sequence", refuse)
+        recording = Recording(header, tuple(events))
+    assert len(recording.arrivals) == 3
+    history.finish()
+    assert first_difference(history.engine.recorder.recording("m")) is None
+
+
+def test_a_recording_that_is_written_while_beams_move_on_has_their_tokens_of_its_end() -> None:
+    """A replay gives a moving beam the tokens of its next life, so those after the last recorded move count."""
+    for seed in range(40):
+        history = random_history(random.Random(seed), prefix_caching=True)
+        for _ in range(60):
+            if history.rng.random() < 0.3:
+                with contextlib.suppress(RequestTooLargeError):  # on a small cache two beams may be too many
+                    history.submit(beam_width=2, max_new_tokens=history.rng.randint(5, 12))
+            else:
+                history.step()
+        now = history.engine.recorder.recording("m")
+        header, events = history.engine.recorder.contents("m")
+        history.finish()
+        later = Recording(header, tuple(events))
+        blocks_now, blocks_later = ([e for e in each.events if isinstance(e, Blocks)] for each in (now, later))
+        assert blocks_later == blocks_now
+        assert first_difference(later) is None

@@ -75,6 +75,14 @@ DAMAGES: dict[str, tuple[Callable[[Lines], object], str]] = {
         lambda lines: _first(lines, "finish").update(sequence="0.99"),
         r": sequence '0\.99' never arrived",
     ),
+    "a sequence held back that is none": (
+        lambda lines: _first(lines, "step").update(held_back=["0.99"]),
+        r": sequence '0\.99' never arrived",
+    ),
+    "a sequence postponed that is none": (
+        lambda lines: _first(lines, "step").update(postponed=["0.99"]),
+        r": sequence '0\.99' never arrived",
+    ),
     "a step left out": (lambda lines: lines.remove(_first(lines, "step")), r": step 1 stands where 0 belongs"),
 }
 
@@ -92,7 +100,9 @@ def test_a_damaged_file_is_refused_and_the_line_named(damage: str, tmp_path: Pat
     assert str(refusal.value).startswith(f"{file}:{refusal.value.line}: ")
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"\x00\xff\xfe", b"[1, 2]\n", b'{"kind": "header"}\n', b"text\n"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"\x00\xff\xfe", b"[1, 2]\n", b'{"kind": "header"}\n', b"text\n", b"[" * 100_000 + b"\n"]
+)
 def test_foreign_files_are_not_recordings(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(content)
     with pytest.raises(RecordingError, match=":1: no flight recording of fastgen"):

@@ -252,3 +252,25 @@ def test_a_ring_too_small_for_a_snapshot_cannot_be_replayed() -> None:
     recording = history.engine.recorder.recording("m")
     with pytest.raises(InvalidArgumentError, match=rf"begins at step {recording.steps[0].step}, since the recorder"):
         first_difference(recording)
+
+
+def test_a_request_after_a_snapshot_without_waiting_ones_stands_behind_those_that_run() -> None:
+    """Turns go on behind those of running sequences, else a preemption would take another sequence than it took."""
+    history = History(random.Random(0), num_blocks=13, token_budget=32, max_num_seqs=4)
+    for _ in range(3):
+        history.engine.submit([5] * 8, history.sampling(max_new_tokens=16, ignore_eos=True))
+    history.step()
+    history.engine.recorder.snapshot(history.engine.scheduler)
+    snapshot_at = history.engine.recorder.next_step
+    history.engine.submit([6] * 8, history.sampling(max_new_tokens=16, ignore_eos=True))
+    history.finish()
+    recording = history.engine.recorder.recording("m")
+    assert any(step.preempted for step in recording.steps)
+    place = next(place for place, event in enumerate(recording.events) if isinstance(event, Snapshot))
+    snapshot = recording.events[place]
+    assert isinstance(snapshot, Snapshot)
+    assert snapshot.waiting == ()
+    arrivals = [event for event in recording.events[:place] if isinstance(event, Arrival)]
+    header = replace(recording.header, first_step=snapshot_at)
+    later = Recording(header, (*arrivals, *recording.events[place:]))
+    assert first_difference(later) is None

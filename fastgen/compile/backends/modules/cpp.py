@@ -27,7 +27,7 @@ class PlainTable(StoredTable):
 
     @property
     def stored(self) -> Tensor:
-        """The table as kernels read it."""
+        """Returns the table as kernels read it."""
         assert not isinstance(self.weight, QuantizedWeight)
         return self.weight
 
@@ -45,12 +45,12 @@ class PackedTable(nn.Module):
 
     @property
     def slot(self) -> Rows:
-        """The place of the checkpoint's tensor."""
+        """Returns the place of the checkpoint's tensor."""
         return PackedRows(self.packed, 0, (self.num_rows, self.size))
 
     @property
     def stored(self) -> PackedWeight:
-        """The table as kernels read it."""
+        """Returns the table as kernels read it."""
         return self.packed
 
 
@@ -150,7 +150,7 @@ class HeadMaps(nn.Module):
 
     @property
     def slot(self) -> Rows:
-        """The place of the checkpoint's tensor."""
+        """Returns the place of the checkpoint's tensor."""
         return PackedHeads([self.packed.group(head) for head in range(self.num_heads)], self.transposed)
 
     def into(self, x: Tensor, out: Tensor) -> None:
@@ -252,7 +252,7 @@ class Head(nn.Module):
 
     @property
     def bias_slot(self) -> Tensor | None:
-        """The place of the checkpoint's bias."""
+        """Returns the place of the checkpoint's bias."""
         return self.table.packed.bias[: self.table.num_rows]
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

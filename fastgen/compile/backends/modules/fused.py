@@ -92,7 +92,7 @@ class MapsInto(Protocol):
 
     @property
     def slot(self) -> Tensor | Rows:
-        """The place of the checkpoint's tensor."""
+        """Returns the place of the checkpoint's tensor."""
 
     def into(self, x: Tensor, out: Tensor) -> None:
         """Maps ``x [T, N, in]`` into ``out [T, N, out]``; each row of ``out`` may lie apart."""

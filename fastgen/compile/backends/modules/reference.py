@@ -206,7 +206,7 @@ class Head(nn.Module):
 
     @property
     def bias_slot(self) -> Tensor | None:
-        """The place of the checkpoint's bias."""
+        """Returns the place of the checkpoint's bias."""
         return None if self.bias is None else self.bias.data
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

@@ -46,7 +46,7 @@ class StoredTable(nn.Module):
 
     @property
     def slot(self) -> Tensor | Rows:
-        """The place of the checkpoint's tensor."""
+        """Returns the place of the checkpoint's tensor."""
         return weight_rows(self.weight, 0, self.num_rows, self.dtype)
 
     @property
@@ -132,7 +132,7 @@ class StoredHeadMaps(nn.Module):
 
     @property
     def slot(self) -> Tensor:
-        """The place of the checkpoint's tensor."""
+        """Returns the place of the checkpoint's tensor."""
         return self.weight.data
 
     def maps(self) -> Tensor:

@@ -161,7 +161,7 @@ class Activation:
         self._kernel, self.num_features = kernel, num_features
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x [T, F]``, or ``[T, 2F]`` with the gate in the first half; returns ``[T, F]``."""
+        """Takes ``x [T, F]``, or ``[T, 2F]`` with the gate in the first half. Returns ``[T, F]``."""
         out = x.new_empty(len(x), self.num_features)
         self._kernel(x, out)
         return out
@@ -271,7 +271,7 @@ class Head(nn.Module):
 
     @property
     def bias_slot(self) -> Tensor | None:
-        """The place of the checkpoint's bias."""
+        """Returns the place of the checkpoint's bias."""
         return None if self.bias is None else self.bias.data
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

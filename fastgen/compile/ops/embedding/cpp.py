@@ -55,8 +55,8 @@ class EmbeddingKernel:
         self._kernel = kernel
 
     def __call__(self, table: Tensor | PackedWeight, out: Tensor, *ids: Tensor) -> None:
-        """``table [rows, H]``; ``out [T, H]`` fp32; ``ids`` are the batch's ``input_ids, token_source [T]`` and
-        ``sampled_ids [S]``, or its ``positions [T]``, i32. Every tensor is contiguous.
+        """Takes ``table [rows, H]`` and ``out [T, H]`` fp32. ``ids`` are the batch's ``input_ids, token_source [T]``
+        and ``sampled_ids [S]``, or its ``positions [T]``, i32. Every tensor is contiguous.
         """
         if isinstance(table, PackedWeight):
             scales = (table.scale,) if self._kernel.spec.parameters["row_scaled"] else ()

@@ -85,7 +85,7 @@ class EmbeddingKernel:
         positions: Tensor | None = None,
         position_table: Tensor | None = None,
     ) -> None:
-        """``input_ids, token_source, positions [T]`` and ``sampled_ids [S]``, all i32; ``table [V, H]``,
+        """Takes ``input_ids, token_source, positions [T]`` and ``sampled_ids [S]``, all i32; ``table [V, H]``,
         ``position_table [max_positions, H]``, ``out [T, H]``; every tensor is contiguous. Positions are ignored where
         the kernel adds none.
         """
@@ -103,6 +103,6 @@ class RowGatherKernel:
         self._kernel, self._tiles = kernel, kernel.spec.parameters["tiles"]
 
     def __call__(self, indices: Tensor, table: Tensor, out: Tensor) -> None:
-        """``indices [R]`` i32 into ``table [T, H]``; ``out [R, H]``; every tensor is contiguous."""
+        """Copies rows ``indices [R]`` i32 of ``table [T, H]`` to ``out [R, H]``; every tensor is contiguous."""
         assert isinstance(self._tiles, int)
         self._kernel((len(out) * self._tiles,), indices, table, out)

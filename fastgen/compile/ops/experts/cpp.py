@@ -100,7 +100,7 @@ class SortKernel:
         self._kernel, self._num_experts = kernel, int(kernel.spec.parameters["E"] or 0)
 
     def __call__(self, experts: Tensor) -> SortedChoices:
-        """``experts [T, k]`` i64, contiguous, each below ``E``."""
+        """Sorts the choices ``experts [T, k]`` i64, contiguous, each below ``E``."""
         sizes = (experts.numel(), self._num_experts + 1)
         choices = SortedChoices(*(torch.empty(size, dtype=torch.int64) for size in sizes))
         self._kernel((), experts, choices.order, choices.first_rows, experts.numel())

@@ -68,7 +68,9 @@ class RouteKernel:
         self._corrected = bool(kernel.spec.parameters["corrected"])
 
     def __call__(self, logits: Tensor, correction: Tensor | None, experts: Tensor, weights: Tensor) -> None:
-        """``logits [T, E]``, ``correction [E]`` fp32; writes ``experts [T, k]`` i32 and ``weights [T, k]`` fp32."""
+        """Takes ``logits [T, E]`` and ``correction [E]`` fp32. Writes ``experts [T, k]`` i32 and
+        ``weights [T, k]`` fp32.
+        """
         corrections = [correction] if self._corrected else []
         grid = (-(-len(logits) // self._block_t),)
         self._kernel(grid, logits, *corrections, experts, weights, len(logits))
@@ -121,7 +123,7 @@ class SortKernel:
         )
 
     def __call__(self, experts: Tensor) -> ExpertTiles:
-        """``experts [T, k]`` i32, each below ``E``. Returns the same tiles each time.
+        """Sorts the choices ``experts [T, k]`` i32, each below ``E``. Returns the same tiles each time.
 
         Raises ``ValueError`` for more choices than there is room for.
         """
@@ -182,7 +184,8 @@ class GroupedLinearKernel:
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tiles: ExpertTiles, num_choices: int, out: Tensor
     ) -> None:
-        """``x [T, in]``, or ``[T·k, in]`` sorted; ``weight [E, out, in]``, ``bias [E, out]``; ``out [T·k, out]``.
+        """Takes ``x [T, in]``, or ``[T·k, in]`` sorted, ``weight [E, out, in]`` and ``bias [E, out]``. Writes
+        ``out [T·k, out]``.
 
         Raises ``ValueError`` for ``tiles`` of another height than the kernel's.
         """
@@ -216,5 +219,5 @@ class CombineKernel:
         self._pieces = -(-int(parameters["H"] or 0) // int(parameters["block"] or 1))
 
     def __call__(self, outputs: Tensor, weights: Tensor, out: Tensor) -> None:
-        """``outputs [T·k, H]`` in the order of choices, ``weights [T, k]`` fp32; writes ``out [T, H]``."""
+        """Takes ``outputs [T·k, H]`` in the order of choices and ``weights [T, k]`` fp32. Writes ``out [T, H]``."""
         self._kernel((len(weights) * self._pieces,), outputs, weights, out)

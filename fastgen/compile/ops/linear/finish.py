@@ -53,7 +53,7 @@ class Activate:
 
     @property
     def pairs(self) -> bool:
-        """Tells if it reads outputs in pairs."""
+        """Returns whether it reads outputs in pairs."""
         return self.gated
 
     def arguments(self, dtype: str) -> tuple[Argument, ...]:

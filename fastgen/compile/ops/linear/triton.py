@@ -150,9 +150,9 @@ class FewRowKernel:
     def __call__(
         self, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, out: Tensor, **others: Tensor
     ) -> None:
-        """``x [T, in]``, ``weight [out, in]``, ``bias [out]``, ``out [T, out]``, contiguous. ``others`` are those of an
-        op that the kernels compute too, and ``out`` is its result. What the kernels were not made for is ignored.
-        Raises ``ValueError`` for more rows than the kernels compute.
+        """Takes ``x [T, in]``, ``weight [out, in]``, ``bias [out]`` and ``out [T, out]``, contiguous. ``others`` are
+        those of an op that the kernels compute too, and ``out`` is its result. What the kernels were not made for is
+        ignored. Raises ``ValueError`` for more rows than the kernels compute.
         """
         num_rows = len(x)
         if num_rows > self._max_rows:
@@ -277,8 +277,9 @@ class LinearKernel:
         self._finishing[row_tile(len(x))](x, weight, bias, out, **others)
 
     def __call__(self, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
-        """``x [T, in]``, ``weight [out, in]``, ``bias [out]``, ``out [T, out]``, contiguous; of other numbers of rows
-        than :meth:`finishes`."""
+        """Computes the layer alone, for other numbers of rows than :meth:`finishes`: ``x [T, in]``,
+        ``weight [out, in]``, ``bias [out]``, ``out [T, out]``, contiguous.
+        """
         few = self._few.get(row_tile(len(x))) if len(x) <= MAX_ROWS else None
         if few is not None:
             few(x, weight, bias, out)

@@ -42,7 +42,9 @@ class NextDecodesKernel:
         *,
         block_size: int,
     ) -> None:
-        """``sampled_positions`` may be a column of a matrix, ``slot_mapping`` columns of one; all else contiguous."""
+        """Launches the kernel. ``sampled_positions`` may be a column of a matrix, and ``slot_mapping`` columns of one;
+        all other tensors are contiguous.
+        """
         strides = slot_mapping.stride(0), sampled_positions.stride(0)
         updated = (input_ids, token_source, positions, seq_lens, slot_mapping, sampled_positions)
         sizes = len(token_ids), *block_tables.shape, block_size, *strides

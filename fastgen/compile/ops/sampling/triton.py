@@ -61,9 +61,7 @@ class SlotSampling:
         """Returns the numbers of :data:`REALS`, in order, clamped to fp32 like the reference's."""
         temperature = min(max(self.temperature, _FP32.tiny), _FP32.max) if self.temperature > 0 else 0.0
         repetition = min(max(self.repetition, _FP32.tiny), _FP32.max)
-        # A tail that fp32 would round to 0 must not become "keep all".
-        tail_p = max(1 - self.top_p, _FP32.tiny) if self.top_p < 1 else 0.0
-        return [temperature, tail_p, self.min_p, repetition, self.presence, self.frequency]
+        return [temperature, 1 - self.top_p, self.min_p, repetition, self.presence, self.frequency]
 
     def integers(self, vocab_size: int) -> list[int]:
         """Returns the numbers of :data:`INTEGERS`, in order."""
