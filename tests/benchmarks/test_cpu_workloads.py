@@ -1,4 +1,4 @@
-"""What engines are given, and what is kept of their runs."""
+"""The requests that engines are given, and the records of their runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What steps of every recipe hand to kernels, as a GPU would get it: the model, its inputs and all in between lie on
+"""Arguments of kernels in steps of every recipe, as a GPU would get them: the model, its inputs and all in between lie on
 the meta device, which computes nothing and mixes with no other device as little as a GPU does.
 """
 
