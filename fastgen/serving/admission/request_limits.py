@@ -19,6 +19,9 @@ MAX_CALL_ANSWERS = 4096
 # Answers beyond the first of each request, of all requests that have not ended. Requests are few, so this bounds the
 # memory and the time that a few calls can take with answers.
 MAX_MORE_ANSWERS = 1 << 14
+# Token ids of all prompts of one request: more would take too long to check.
+MAX_TOKEN_IDS = 1 << 20
+MAX_BIASES = 1 << 16
 MAX_STOP_STRINGS = 64
 # Characters of one stop string.
 MAX_STOP_CHARACTERS = 1000
