@@ -1,5 +1,6 @@
-"""Tokens that a grammar allows next, compared with those that other means find to lead to one of its texts; what is
-refused, with the reason; and that no request costs more than the limits say."""
+"""Tokens that a grammar allows next, compared with those that lead to one of its texts by other means. Formats that are
+refused, with the reason, and the limits of what a request costs.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def allowed(matcher: Matcher, vocab_size: int = VOCAB_SIZE) -> set[int]:
 
 
 def texts_of(tokenizer: Any) -> dict[int, bytes]:
-    """Returns what each token adds to a text, by its spelling. Special tokens and unknown ids add nothing and are left out."""
+    """Returns what each token adds to a text, by its spelling. Special tokens and unknown ids are left out."""
     byte_of = {letter: byte for byte, letter in _byte_letters().items()}
     decoder = TokenDecoder(tokenizer)
     return {
