@@ -22,8 +22,8 @@ from pathlib import Path
 from benchmarks.cpu.evidence import Data
 from benchmarks.cpu.results import commit
 from benchmarks.replicas import NUM_STREAMS, SIDES, throughput
-from benchmarks.scheduler import processor
 from benchmarks.serving import served
+from fastgen.lab.machine import processor
 
 MODEL, NUM_REQUESTS, NUM_TURNS, IDLE_S = "tiny-llama", 256, 4, 10.0
 # Parts of command lines that tell processes apart, in the order in which they are looked for. All others are Ray's.
@@ -61,7 +61,7 @@ def processor_ms() -> Counter[str]:
 
 def measure(side: str) -> Data:
     """Returns the milliseconds of a request in each process, turn by turn, and those of a second without requests."""
-    turns, idle = [], {}
+    turns = []
     with served(MODEL, SIDES[side]) as port:
         throughput(port, MODEL, NUM_STREAMS)
         for _ in range(NUM_TURNS):

@@ -1,4 +1,4 @@
-"""The cost of scheduling on the host: steps with 256 decodes, with few and many requests queued, and queueing itself.
+"""Measures the cost of scheduling on the host: steps with 256 decodes and few or many queued requests, and queueing.
 
 ``python -m benchmarks.scheduler [--output FILE]`` prints the figures and, with ``--output``, keeps them as JSON with
 the machine and the date. The two queue lengths take turns, so that a change of the machine's speed affects both. The
@@ -33,6 +33,8 @@ from fastgen.runtime.scheduling.scheduler import Scheduler
 NUM_DECODES = 256
 QUEUED = (10, 10_000)
 NUM_STEPS = 2_000
+# Snapshots that are timed, and requests that are queued in a round.
+NUM_SNAPSHOTS, NUM_QUEUED = 20, 20_000
 BLOCK_SIZE = 16
 SAMPLING = SamplingParams(max_new_tokens=10_000)
 PROMPT = list(range(24))
@@ -80,7 +82,7 @@ def staggering_step_us(*, prefix_caching: bool) -> dict[str, dict[str, float]]:
     return _in_turns({way: Steps(QUEUED[0], 1, prefix_caching=prefix_caching, staggers=ways[way]) for way in ways})
 
 
-def snapshots(*, num_taken: int = 20) -> dict[int, dict[str, float]]:
+def snapshots() -> dict[int, dict[str, float]]:
     """Returns what a snapshot takes, by how many requests are queued: milliseconds, bytes of the ring, and microseconds
     of each of the steps between two snapshots."""
     max_steps = inspect.signature(Recorder).parameters["max_steps"].default
@@ -89,7 +91,7 @@ def snapshots(*, num_taken: int = 20) -> dict[int, dict[str, float]]:
         steps, times_s = Steps(queued, 1), []
         for _ in range(NUM_STEPS):
             steps.step()
-        for number in range(num_taken):
+        for number in range(NUM_SNAPSHOTS):
             begin = time.perf_counter()
             state = SchedulerState(steps.scheduler, number)
             times_s.append(time.perf_counter() - begin)
@@ -119,16 +121,16 @@ def _in_turns(steps: dict[Any, Steps]) -> dict[Any, dict[str, float]]:
     return figures
 
 
-def requests_per_s(make_queue: Callable[[], Callable[[int], object]], *, num_requests: int = 20_000) -> float:
+def requests_per_s(make_queue: Callable[[], Callable[[int], object]]) -> float:
     """Returns requests queued a second, the median of some rounds; ``make_queue()`` returns a call that queues one."""
     rates = []
     for _ in range(7):
         queue = make_queue()
         gc.collect()  # what rounds before have left
         begin = time.perf_counter()
-        for number in range(num_requests):
+        for number in range(NUM_QUEUED):
             queue(number)
-        rates.append(num_requests / (time.perf_counter() - begin))
+        rates.append(NUM_QUEUED / (time.perf_counter() - begin))
     return round(statistics.median(rates))
 
 

@@ -1,4 +1,4 @@
-"""Where the tests of Triton kernels run them: interpreted, or with ``pytest --device cuda`` compiled, on a GPU.
+"""The device of tests of Triton kernels: interpreted, or with ``pytest --device cuda`` compiled, on a GPU.
 
 Cases, references and tolerances are the same. On a GPU the tensors of a test stay on the host. Each launch gets copies
 of their memory between guards, :data:`REPEATS` times, and must give the same bits each time and leave the guards alone.

@@ -130,7 +130,7 @@ def rounding_errors(
     write: Callable[[PreTrainedModel, Path], object] = save,
     **options: Any,
 ) -> tuple[float, float]:
-    """How far answers in 16 bits lie from the exact ones of the same weights in fp32, ours and transformers' own.
+    """Returns how far answers in 16 bits lie from the exact ones of the same weights in fp32: ours and transformers'.
 
     ``options`` are :func:`fastgen.load`'s, the reference's target unless they say another.
 

@@ -38,7 +38,7 @@ def commit_of(revision: str) -> str:
 
 @contextmanager
 def tree_of(commit: str) -> Iterator[Path]:
-    """The files of a commit, in a directory that is removed at the end."""
+    """Yields a directory with the files of a commit, which is removed at the end."""
     with TemporaryDirectory() as scratch:
         archive = Path(scratch) / "tree.tar"
         _git("archive", "--output", str(archive), commit)
@@ -75,7 +75,7 @@ def measure_turn(trees: dict[str, Path], settings: Settings, names: list[str], n
 
 
 def ratios(turns: list[dict[str, Any]]) -> dict[str, float]:
-    """By figure, the median over turns of the base's value over the working tree's."""
+    """Returns by figure the median over turns of the base's value over the working tree's."""
     names = turns[0]["here"].keys() & turns[0]["base"].keys()
     return {
         name: statistics.median(turn["base"][name] / turn["here"][name] for turn in turns) for name in sorted(names)

@@ -62,11 +62,6 @@ class Shape:
     def head_weights(self) -> int:
         return VOCAB_SIZE * self.hidden
 
-    @property
-    def kv_per_token(self) -> int:
-        """Returns how many numbers the KV cache holds for a token."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
-
 
 SHAPES = {
     "llama-110m": Shape(768, 12, 12, 4, 2048, torch.float32),

@@ -75,7 +75,7 @@ class Results:
         return [each for each in self.data["turns"] if wanted.items() <= each.items()]
 
     def add(self, kind: str, **fields: Any) -> None:
-        """``kind`` is ``"samples"``, ``"turns"`` or ``"steps"``."""
+        """Adds a measurement and writes the file. ``kind`` is ``"samples"``, ``"turns"`` or ``"steps"``."""
         self.data[kind].append({"date": now(), "commit": self._commit, **fields})
         self.write()
 

@@ -213,10 +213,10 @@ def llama_engine(
     )
 
 
-def kv_tokens_that_fit(shape: LlamaShape, device: Device, *, share: float = 0.9) -> int:
-    """Returns the tokens of KV cache that fit beside the weights in a share of the device's memory."""
+def kv_tokens_that_fit(shape: LlamaShape, device: Device) -> int:
+    """Returns the tokens of KV cache that fit beside the weights in nine tenths of the device's memory."""
     spec = llama_spec(shape)
-    room = share * device.memory_bytes - spec.num_parameters * shape.dtype.itemsize
+    room = 0.9 * device.memory_bytes - spec.num_parameters * shape.dtype.itemsize
     return max(0, int(room) // spec.kv_bytes_per_token(shape.dtype.itemsize))
 
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from benchmarks.gpu.llama import LlamaShape
 
 PROMPT, ANSWER = 2600, 60
-_DEVIATION = 0.3
+_DEVIATION, _SEED = 0.3, 42
 
 
-def lengths(shape: LlamaShape, *, toy: bool, seed: int = 42) -> Iterator[tuple[int, int]]:
+def lengths(shape: LlamaShape, *, toy: bool) -> Iterator[tuple[int, int]]:
     """Yields the tokens of prompt and answer of one request after the other, without end."""
-    draw = random.Random(seed)
+    draw = random.Random(_SEED)
     prompt, answer = (5, 2) if toy else (PROMPT, ANSWER)
     while True:
         num_new = max(1, round(draw.gauss(answer, _DEVIATION * answer)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import ssl
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,6 +70,7 @@ def opened(model: str | None, given: EndpointOptions, load: options.Given) -> It
 def _served(server: str, given: EndpointOptions, tokenizer: str | None) -> Setup:
     from fastgen.lab.load.endpoint import EndpointTarget
     from fastgen.lab.load.tokenizer import open_tokenizer
+    from fastgen.serving.clients.addresses import trusting
     from fastgen.serving.clients.connect import find_server
 
     found = find_server(server) if not server.startswith(("http://", "https://")) else _known(server)
@@ -81,7 +81,7 @@ def _served(server: str, given: EndpointOptions, tokenizer: str | None) -> Setup
         endpoint=given.endpoint,
         model=given.served_model_name,
         codec=codec,
-        tls=None if certificate is None else _trusting(certificate),
+        tls=None if certificate is None else trusting(certificate),
     )
     if codec is None:
         return Setup(target, _vocab_size(target), None)
@@ -104,13 +104,6 @@ def _known(address: str) -> Any:
     from fastgen.serving.clients.deployments import deployment_at
 
     return deployment_at(address) or address
-
-
-def _trusting(certificate: str) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    context.load_verify_locations(certificate)
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate may be self-signed
-    return context
 
 
 def _vocab_size(target: EndpointTarget) -> int:

@@ -27,14 +27,14 @@ class ApiKeys:
         Raises ``InvalidArgumentError`` where the file has none, and for a key that no client could send."""
         keys = []
         if given := environ.get(API_KEY_VARIABLE):
-            keys.append(_sendable(given, API_KEY_VARIABLE))
+            keys.append(sendable_key(given, API_KEY_VARIABLE))
         if file is not None:
             try:
                 lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 raise InvalidArgumentError(f"cannot read the API keys in {file}: {error}") from error
             found = [
-                _sendable(key, f"{file}:{number}")
+                sendable_key(key, f"{file}:{number}")
                 for number, line in enumerate(lines, start=1)
                 if (key := line.partition("#")[0].strip())
             ]
@@ -78,12 +78,7 @@ def bearer(authorization: str | None) -> str | None:
     return key.strip() or None if scheme.lower() == "bearer" else None
 
 
-def environment_without_keys() -> dict[str, str]:
-    """Returns the environment of this process for the processes that it starts, without the key."""
-    return {name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE}
-
-
-def _sendable(text: str, where: str) -> str:
+def sendable_key(text: str, where: str) -> str:
     """Returns the key in ``text``. Raises ``InvalidArgumentError`` where no client could put it into a header."""
     key = text.strip()
     if not (key and key.isascii() and key.isprintable() and " " not in key):
@@ -91,6 +86,11 @@ def _sendable(text: str, where: str) -> str:
             f"{where}: an API key must consist of visible ASCII characters without spaces, since it is sent in a header"
         )
     return key
+
+
+def environment_without_keys() -> dict[str, str]:
+    """Returns the environment of this process for the processes that it starts, without the key."""
+    return {name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE}
 
 
 def _digest(key: str) -> bytes:

@@ -103,12 +103,15 @@ def _main() -> None:
     pipe = int(sys.argv[1])
     os.set_inheritable(pipe, False)
     request = json.load(sys.stdin)
+    is_ready = False
 
     def report(outcome: Mapping[str, Any]) -> None:
         with os.fdopen(pipe, "w") as out:
             json.dump(outcome, out)
 
     def ready(deployment: Deployment) -> None:
+        nonlocal is_ready
+        is_ready = True
         move_output_to_log()
         report({"deployment": asdict(deployment)})
 
@@ -121,7 +124,10 @@ def _main() -> None:
 
             run_replicas(request, on_ready=ready)
     except FastgenError as error:
-        report({"error": str(error)})
+        if is_ready:  # the pipe is closed, and its number may be that of another file
+            print(f"fastgen: {error}", file=sys.stderr)
+        else:
+            report({"error": str(error)})
         sys.exit(1)
 
 

@@ -8,6 +8,7 @@ from fastgen.errors import FastgenError
 
 # The reasons for which a request is refused whatever it asks for.
 Refusal = Literal[
+    "answers",
     "api_key",
     "bodies",
     "body_size",

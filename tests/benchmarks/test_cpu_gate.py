@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def greedy(model: Path) -> list[list[int]]:
-    """What the model says, one token after the other and nothing cached."""
+    """Returns the model's answer, one token after the other and nothing cached."""
     reference = AutoModelForCausalLM.from_pretrained(model).eval()
     answers = []
     for request in REQUESTS:

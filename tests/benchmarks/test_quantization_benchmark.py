@@ -1,4 +1,4 @@
-"""What weight formats cost in quality, as it is computed and told."""
+"""The loss of quality by weight formats, as it is computed and reported."""
 
 from __future__ import annotations
 

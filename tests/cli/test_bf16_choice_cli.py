@@ -1,4 +1,4 @@
-"""How this CPU multiplies bf16, from the first start of an engine to a sealed one. Measurements are invented."""
+"""The choice of kernels in bf16, from the first start of an engine to a sealed one. Measurements are invented."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def test_defaults_are_those_of_the_arguments(run) -> None:
     ("flag", "instead"),
     [
         ("--gpu-memory-utilization=0.9", "--kv-cache-memory 4GiB"),
-        ("--tensor-parallel-size", "fastgen runs a model on one device"),
-        ("-tp", "fastgen runs a model on one device"),
+        ("--tensor-parallel-size", "Use --tensor-parallel."),
+        ("-tp", "Use --tensor-parallel."),
         ("--api-key", "--api-key-file FILE"),
         ("--served-model-name", "Use --name."),
         ("--max-input-tokens", "Use --max-prompt-tokens."),
@@ -91,6 +91,8 @@ def test_hints_name_flags_that_there_are() -> None:
         assert set(named_flags(advice)) <= own, flag
         assert hint(flag, own) == advice
         assert advice.endswith(".")
+    assert "--tensor-parallel." in str(hint("--tensor-parallel-size", own))
+    assert "--replicas." in str(hint("--data-parallel-size", own))
     assert hint("--served-model-name", {"--device"}) is None, "a command without --name"
     assert hint("--device", own) is None
 

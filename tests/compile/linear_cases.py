@@ -81,7 +81,7 @@ class Layer:
         return linear(x.double(), weight.to(FLOATS[self.format]).double(), None if bias is None else bias.double())
 
     def assert_right(self, found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, where: str) -> None:
-        """Whether ``found`` is what the reference makes of these."""
+        """Returns whether ``found`` is what the reference makes of these."""
         products = x.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.abs())
         error = (found.double() - self.reference(x, weight, bias).double()).abs() / products.clamp(min=1e-30)
         assert not (error > TOLERANCE.get(self.format, 1e-6)).any(), (where, error.max().item())

@@ -232,7 +232,7 @@ def test_where_nothing_can_be_kept_the_choice_holds_all_the_same(loader: KernelL
 
 
 def test_the_shipped_table_lists_no_device_yet() -> None:
-    """When one is measured, this changes, and docs/kernels.md says which."""
+    """The list changes when one is measured, and docs/kernels.md says which."""
     assert json.loads(SHIPPED.read_text())["devices"] == {}
 
 

@@ -1,4 +1,4 @@
-"""How a CPU multiplies bf16: chosen by measurements that the tests invent, kept, found again, and pinned."""
+"""The choice of a CPU's kernels in bf16: by measurements that the tests invent, kept, found again, and pinned."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_rows_may_lie_anywhere(make: Layer) -> None:
 
 @by_kernel
 def test_rows_whose_distance_is_a_multiple_of_a_page_have_the_same_bits(make: Layer) -> None:
-    """Where rows would share sets of the first cache, they are copied together."""
+    """Rows that would share sets of the first cache are copied together."""
     for in_features in (1024, 1100):
         x, weight, bias = draw(7, 61, 45, in_features)
         packed, aligned = make.pack(weight, bias), torch.full((61, 2048), torch.nan)

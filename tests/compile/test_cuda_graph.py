@@ -49,7 +49,7 @@ def triton(cache: KernelCache) -> KernelLoader:
 
 
 class Buffers:
-    """What a step reads and writes, at addresses that never change."""
+    """The buffers that a step reads and writes, at addresses that never change."""
 
     def __init__(self) -> None:
         self.x, self.residual, self.out = (torch.empty(ROWS, H) for _ in range(3))

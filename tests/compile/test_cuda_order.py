@@ -1,4 +1,4 @@
-"""What is asked of CUDA, and in which order, with a stand-in that keeps its rules: within a capture nothing may wait,
+"""Calls of CUDA and their order, with a stand-in that keeps its rules: within a capture nothing may wait,
 and every capture runs on a stream of its own that has waited for what came before.
 """
 

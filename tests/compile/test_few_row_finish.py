@@ -68,7 +68,7 @@ class Case:
         return torch.full((size[0] + 1, *size[1:]), torch.nan, dtype=torch_dtype(self.dtype))
 
     def linear(self, loader: KernelLoader) -> Tensor:
-        """What the kernels store that do nothing else."""
+        """Returns what kernels store that finish nothing."""
         out = self.nan(self.num_rows, self.shape.out_features)[:-1]
         self._run(loader, None, out, {})
         return out
@@ -136,7 +136,7 @@ class DrawnNorm:
 @pytest.mark.parametrize("has_first", [False, True])
 @pytest.mark.parametrize("seed", cases(range(20), fast=range(10)))
 def test_a_sum_of_parts_is_added_to_the_stream_and_normed(loader: KernelLoader, seed: int, has_first: bool) -> None:
-    """Where it ``has_first`` a norm, the sum of parts is normed before it is added."""
+    """With ``has_first`` a norm, the sum of parts is normed before it is added."""
     draw = random.Random(f"norm {seed}")
     case = Case(draw, draw.choice([33, 64, 160]), draw.choice([1, 20, 64, 100]), weight=draw.choice(FORMATS))
     norm, first = DrawnNorm(case, residual=True), DrawnNorm(case)
@@ -225,7 +225,7 @@ def test_queries_and_keys_are_rotated_and_keys_and_values_written(loader: Kernel
 
 
 def test_infinite_values_are_written_as_they_are(loader: KernelLoader) -> None:
-    """What is not rotated is not multiplied by cosines and sines of 1 and 0 either."""
+    """Features that are not rotated are not multiplied by cosines and sines of 1 and 0 either."""
     shape, finish = FewRowShape(12, 32, "fp32"), RotateAndWrite(1, 1, 4, 2)
     specs = few_row_specs(shape, 1, SplitK(16, 32, 4, 1), finish=finish)
     weight = torch.zeros(12, 32)

@@ -42,7 +42,7 @@ AREA_BYTES = 4096
 
 
 def of_all(memory: RankMemory, call: Callable[[SharedRanks], T], timeout_s: float = 30.0) -> list[T]:
-    """What ``call`` returns on each rank; each is a thread."""
+    """Returns the results of ``call`` on all ranks; each rank is a thread."""
     with ThreadPoolExecutor(memory.count) as pool:
         return list(pool.map(call, [SharedRanks(memory, index, timeout_s) for index in range(memory.count)]))
 

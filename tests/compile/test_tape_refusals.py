@@ -1,4 +1,4 @@
-"""What a tape could not hold is refused while it is recorded, and nothing is left behind."""
+"""Calls that a tape could not hold are refused while it is recorded, and nothing is left behind."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ MIXED: Rows = [(19, 1), (0, 11), (0, 0), (33, 2)]
 
 
 def compatible(*names: str) -> bool:
-    """Whether they change different things."""
+    """Returns whether they change different things."""
     keys = [key for name in names for key in FEATURES[name]]
     return len(keys) == len(set(keys))
 
@@ -385,7 +385,7 @@ def recording(spec: KernelSpec, launches: list[Any]) -> Recording:
 
 
 def test_launches_are_the_same_whatever_a_batch_holds() -> None:
-    """What a captured graph freezes depends on the number of tokens alone."""
+    """A captured graph freezes only what depends on the number of tokens."""
     launches: list[Any] = []
     shape = AttentionShape(32, 8, 128, 64, "bf16", 0.1, alibi="plain", sinks=True)
     specs = attention_specs(shape, max_num_seqs=16, arch="sm_90")

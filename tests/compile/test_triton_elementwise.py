@@ -71,7 +71,7 @@ def test_every_activation(loader: KernelLoader) -> None:
 
 
 def test_activations_of_large_numbers(loader: KernelLoader) -> None:
-    """Where an exponential overflows, and at zero; what is not a number stays so."""
+    """Activations are right where an exponential overflows, and at zero; what is not a number stays so."""
     x = torch.tensor([[0.0, -0.0, 20.0, -20.0, 90.0, -90.0, 1e4, -1e4, 3e4, -3e4, torch.nan]])
     for kind, function in ACTIVATIONS.items():
         out = torch.empty_like(x)

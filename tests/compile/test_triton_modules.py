@@ -1,4 +1,4 @@
-"""What Triton would compile to launch kernels comes with a bundle: a sealed load takes no compiler at all."""
+"""Modules that Triton would compile to launch kernels come with a bundle: a sealed load takes no compiler at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read out of assembly."""
+"""Figures are read out of assembly."""
 
 from __future__ import annotations
 

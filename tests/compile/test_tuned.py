@@ -1,4 +1,4 @@
-"""What tuning measured is listed, exported into the shipped form, and taken by a build for a GPU that is elsewhere."""
+"""Tuned choices are listed, exported into the shipped form, and taken by a build for a GPU that is elsewhere."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_copies_reach_every_layer_of_their_group_and_no_other_block(backend: Bac
 
 
 def resident_share(tensors: list[torch.Tensor]) -> float:
-    """How much of the memory of ``tensors`` the system has given, by its own word; see mincore(2)."""
+    """Returns how much of the memory of ``tensors`` is resident, as the system reports it; see mincore(2)."""
     page, num_pages, num_resident = resource.getpagesize(), 0, 0
     for tensor in tensors:
         start = tensor.data_ptr() // page * page

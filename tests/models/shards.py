@@ -93,7 +93,7 @@ def write_checkpoint(spec: ModelSpec, directory: Path) -> Checkpoint:
 
 
 class Meeting:
-    """Where the threads of one model meet: each leaves its tensor and waits for those of the others."""
+    """The meeting point of the threads of one model: each leaves its tensor and waits for those of the others."""
 
     def __init__(self, count: int):
         self.barrier = threading.Barrier(count, timeout=_WAIT_S)

@@ -252,7 +252,7 @@ class Calls(TorchFunctionMode):
 
 
 def calls_of_a_step(**features: Any) -> Counter[str]:
-    """What torch is asked for while a model of one attention layer makes logits of five tokens."""
+    """Returns the calls of torch with which a model of one attention layer makes logits of five tokens."""
     hand = Hand()
     attention = hand.attention(1, 4, softcap=features.get("score_cap"))
     spec = hand.model((hand.branch(attention, scale=features.get("branch_scale", 1.0)),))

@@ -1,4 +1,4 @@
-"""What is no checkpoint of a decoder is named for what it is, with what to do instead."""
+"""Files that are no checkpoint of a decoder are named for what they are, with what to do instead."""
 
 from __future__ import annotations
 

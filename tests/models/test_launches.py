@@ -1,4 +1,4 @@
-"""What a layer launches on a Hopper GPU: recorded on the ``meta`` device, at published sizes.
+"""The launches of a layer on a Hopper GPU, recorded on the ``meta`` device at published sizes.
 
 Launches of attention itself are those of its op, and not counted here.
 """

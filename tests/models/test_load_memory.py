@@ -1,4 +1,4 @@
-"""How much memory loading takes beyond the weights themselves, measured in a fresh process."""
+"""The memory that loading takes beyond the weights themselves, measured in a fresh process."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class TextError(AssertionError):
 
 @dataclass(frozen=True)
 class Printed:
-    """What a command left: its exit status and all that it printed, without blanks at the ends of lines."""
+    """The result of a command: its exit status and all that it printed, without blanks at the ends of lines."""
 
     status: int
     text: str
@@ -88,7 +88,7 @@ def _typed(found: re.Match[str], directory: Path) -> str:
 
 
 def alike(shown: str, printed: str) -> bool:
-    """Whether ``printed`` is what ``shown`` says; see the top of this file."""
+    """Returns whether ``printed`` is what ``shown`` says; see the top of this file."""
     pattern = "".join("(?:.*\n)*?" if line == _ELIDED else _pattern(line) for line in _stripped(shown).splitlines())
     found = re.fullmatch(pattern, _stripped(printed))
     if found is None:

@@ -1,4 +1,4 @@
-"""What the schema of recipes says of every key, in the words of the tables of docs/recipe-language.md."""
+"""The schema of recipes, key by key, in the words of the tables of docs/recipe-language.md."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_nothing_in_the_course_is_left_undone() -> None:
 
 
 def anchor(title: str) -> str:
-    """What a link calls a heading."""
+    """Returns the name by which links call a heading."""
     return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
@@ -163,7 +163,7 @@ def test_what_counts_as_the_same(shown: str, printed: str, same: bool) -> None:
 
 
 def table_problems(text: str) -> list[str]:
-    """Where the tables of the reference say something else than the schema: ``Section.key: both``."""
+    """Returns where the tables of the reference and the schema differ: ``Section.key: both``."""
     titles, name, title, shown = {}, "", "", {}
     for line in text.splitlines():
         if line.startswith("#"):

@@ -1,4 +1,4 @@
-"""Where tests of Triton kernels run: `--device cuda` keeps only these, and looks closely at each launch."""
+"""Tests of Triton kernels with `--device cuda`: only these are kept, and each launch is checked."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ SKIPPED = {".git", ".venv", ".venvs", ".hypothesis", "dist", "__pycache__", "unf
 
 
 def run_python(code: str, *flags: str) -> str:
-    """What a fresh interpreter prints that runs ``code`` away from the checkout."""
+    """Returns what a fresh interpreter prints that runs ``code`` away from the checkout."""
     done = subprocess.run(
         [sys.executable, "-B", *flags, "-c", code], cwd="/", capture_output=True, text=True, check=False, timeout=600
     )

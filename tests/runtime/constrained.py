@@ -94,7 +94,7 @@ def _fixed_schema(schema: dict[str, Any], text: str) -> Case:
 
 
 def _depth(text: str) -> int | None:
-    """How many brackets are open; ``None`` where ``text`` cannot begin with brackets around one ``x``."""
+    """Returns how many brackets are open; ``None`` if no text of brackets around one ``x`` begins with ``text``."""
     depth, seen_x = 0, False
     for place, letter in enumerate(text):
         if place and depth == 0:

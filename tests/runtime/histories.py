@@ -28,7 +28,7 @@ EOS = 0
 
 
 class StepFailedError(Exception):
-    """What a step of the device that fails raises."""
+    """The error of a step that fails on the device."""
 
 
 @dataclass

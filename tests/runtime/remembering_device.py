@@ -38,7 +38,7 @@ def drawn_by(token_ids: SequenceOf[int], salt: int) -> random.Random:
 
 
 def candidates(token_ids: SequenceOf[int]) -> list[Candidate]:
-    """What may follow, best first; now and then there is hardly a choice."""
+    """Returns the tokens that may follow, best first; now and then there is hardly a choice."""
     rng = drawn_by(token_ids, 0)
     scores = sorted((-rng.expovariate(0.5) for _ in range(VOCAB_SIZE)), reverse=True)
     found = list(map(Candidate, rng.sample(range(VOCAB_SIZE), VOCAB_SIZE), scores))
@@ -214,7 +214,7 @@ class Device:
         return group, self._tables[seq.slot, group, index], offset
 
     def tokens(self, entry: ScheduledTokens) -> list[SampledToken]:
-        """What follows the tokens of an entry, and its drafts as long as they are right."""
+        """Returns the tokens that follow those of an entry, and its drafts as long as they are right."""
         seq = entry.seq
         if seq.request.has_beams:
             return [SampledToken(0, candidates=candidates(seq.token_ids))]

@@ -56,7 +56,7 @@ def likeliest(directory: Path, prompt: list[int], count: int) -> list[int]:
 
 
 def drawn_request(directory: Path, rng: random.Random) -> tuple[list[int], SamplingParams]:
-    """What ends a beam is likely to be met, and each other field is given in some of the requests."""
+    """Draws requests in which beams are likely to end, and each other field is given in some of them."""
     prompt = rng.choices(range(3, VOCAB_SIZE), k=rng.randint(1, 30))
     width = rng.randint(2, 6)
     fields: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What the built-in models write through fastgen: sentences of the grammar they were trained on."""
+"""The built-in models write sentences of the grammar that they were trained on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user sees of a loaded model: generate, stream, chat, their arguments, their errors, their ends."""
+"""A loaded model as its user sees it: generate, stream, chat, their arguments, their errors, their ends."""
 
 from __future__ import annotations
 

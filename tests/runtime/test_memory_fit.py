@@ -1,4 +1,4 @@
-"""What cannot fit is refused with the arithmetic, and whoever follows the advice has an engine that fits."""
+"""Engines that cannot fit are refused with the arithmetic, and one that follows the advice fits."""
 
 from __future__ import annotations
 

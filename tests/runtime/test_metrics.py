@@ -1,4 +1,4 @@
-"""What an engine counts, recounted from its answers and its schedules."""
+"""An engine's counters, recounted from its answers and its schedules."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.runtime.test_beam_histories import drawn_cache, drawn_request
 
 
 class StepFailedError(Exception):
-    """What a launch or a transfer raises that fails."""
+    """The error of a launch or a transfer that fails."""
 
 
 def history(

@@ -61,7 +61,7 @@ def alone(directory: Path) -> list[GenerationOutput]:
 
 
 def num_certain_tokens(output: GenerationOutput, sampling: SamplingParams) -> int:
-    """How many tokens of ``output`` come before the first one that another order of summation may change."""
+    """Returns how many tokens of ``output`` come before the first one that another order of summation may change."""
     assert output.logprobs is not None
     scores = torch.tensor([[row[token_id] for token_id in range(len(row))] for row in output.logprobs])
     if sampling.temperature:

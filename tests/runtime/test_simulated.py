@@ -84,7 +84,7 @@ def test_a_long_prompt_moves_the_gaps_of_streams_to_the_target_and_makes_progres
 
 
 def sum_of_chunks_s(itl_target_s: float) -> float:
-    """How long the prompt takes in steps of exactly ``itl_target_s`` beside 16 decodes of 400 tokens."""
+    """Returns how long the prompt takes in steps of exactly ``itl_target_s`` beside 16 decodes of 400 tokens."""
     computed, steps = 0, 0
     while computed < len(LONG.prompt_ids):
         size = 1
@@ -102,7 +102,7 @@ def test_without_a_target_the_gaps_are_as_long_as_the_budget_makes_them(name: st
 
 
 def test_a_long_prompt_that_is_cached_does_not_surprise_with_its_context() -> None:
-    """What the prefix cache has of a prompt is known only when it is admitted; its first chunk reads all of that."""
+    """The cached part of a prompt is known only when the prompt is admitted; its first chunk reads all of that part."""
     device = server(choose_policy("splitfuse", 20), prefix_caching=True)
     system = [3] * 60_000
     device.serve([Arrival(0.0, system, SamplingParams(max_new_tokens=1))])

@@ -1,4 +1,4 @@
-"""What a server holds of the system: files, processes, sockets and shared memory."""
+"""The files, processes, sockets and shared memory that a server holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Held:
-    """What a server holds when all clients have gone."""
+    """Returns what a server holds when all clients have gone."""
 
     num_files: float
     # The commands of the processes below it, without the numbers in them.

@@ -12,7 +12,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.metrics import Histogram, Metrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.admission.admission import Admission
-from fastgen.serving.admission.request_limits import MAX_OPEN_LOGPROBS
+from fastgen.serving.admission.request_limits import MAX_MORE_ANSWERS, MAX_N, MAX_OPEN_LOGPROBS
 from fastgen.serving.options import Limits
 from fastgen.serving.refusals import OverloadedError, TooLargeError, UnavailableError
 from tests.serving import fake_engine
@@ -111,6 +111,25 @@ def test_so_many_log_probabilities_may_be_held_at_once_but_one_request_is_always
     door.admission.begin(FACTS)
     door.admission.admit(1, large)
     assert door.reasons == ["logprobs"] * 2
+
+
+def test_so_many_answers_may_be_open_beyond_the_first_of_each_request() -> None:
+    door = Door()
+    many = replace(ANSWER, n=MAX_N)
+    held = [door.admission.admit(1, many) for _ in range(MAX_MORE_ANSWERS // (MAX_N - 1))]
+    for one in held:
+        one.started()
+    refusal = door.refusal(1, many)
+    assert f"{len(held) * (MAX_N - 1)} answers beyond their first and this one {MAX_N - 1};" in str(refusal)
+    door.admission.admit(1, ANSWER)
+    held[0].ended()
+    held[0].ended()
+    door.admission.admit(1, replace(ANSWER, beam_width=MAX_N))
+    door.refusal(1, many)
+    door.admission.begin(FACTS)
+    for _ in held:
+        door.admission.admit(1, many)
+    assert door.reasons == ["answers"] * 2
 
 
 def test_what_would_come_too_late_is_refused_and_told_when_it_would_have_come() -> None:

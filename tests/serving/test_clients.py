@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from fastgen.serving.clients.async_client import AsyncClient
 from fastgen.serving.clients.client import Client
 from fastgen.serving.clients.connect import Protocols, connect
 from fastgen.serving.clients.deployments import Deployment, deployments
-from fastgen.serving.refusals import OverloadedError, UnauthorizedError
+from fastgen.serving.clients.recordings import fetch_recordings
+from fastgen.serving.refusals import OverloadedError, UnauthorizedError, UnavailableError
 from tests.serving.live_views import is_idle, live_views
 from tests.serving.server_process import served
 
@@ -265,6 +267,77 @@ def test_closing_a_client_closes_its_connection() -> None:
             assert info.result() == {}
             client.close()
             assert connection.recv(1) == b""
+
+
+@contextmanager
+def another_program(answer: bytes) -> Iterator[str]:
+    """Yields the address of a program that answers every request with ``answer`` and closes the connection."""
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as threads:
+        threads.submit(serve)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.0 200 OK\r\n\r\n<html>",
+        b"HTTP/1.0 200 OK\r\n\r\n[]",
+        b'HTTP/1.0 200 OK\r\n\r\ndata: {"index": 1}\n\n',
+        b"HTTP/1.0 200 OK\r\ncontent-encoding: gzip\r\n\r\n<html>",
+    ],
+    ids=["page", "list", "event", "encoding"],
+)
+def test_another_program_at_the_address_is_named(answer: bytes) -> None:
+    with another_program(answer) as address, fastgen.client(address) as client:
+        asked: list[Callable[[], object]] = [
+            lambda: client.generate("a"),
+            lambda: client.generate(["a", "b"]),
+            lambda: fetch_recordings(address, "a", api_key=None),
+        ]
+        for ask in asked:
+            with pytest.raises(FastgenError, match=f"^{address}/.* does not answer as a server of fastgen does"):
+                ask()
+        with pytest.raises(FastgenError, match=r"does not answer|ended the stream before"):
+            list(client.stream("a"))
+
+
+def test_a_proxys_retry_after_may_be_a_date() -> None:
+    answer = b"HTTP/1.0 503 No\r\nretry-after: Wed, 21 Oct 2099 07:28:00 GMT\r\n\r\n"
+    with another_program(answer) as address, fastgen.client(address) as client:
+        with pytest.raises(UnavailableError, match="status 503") as refused:
+            client.generate("a")
+        assert refused.value.retry_after_s == 1.0
+
+
+@pytest.mark.parametrize("address", ["http://[::1", "127.0.0.1:99999", "http://a:b", "http://", "http://a\x00"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="is not a URL"):
+        fastgen.client(address)
+
+
+@pytest.mark.parametrize("key", ["a\nb", "ключ", " "])
+def test_a_key_that_no_header_can_hold_is_refused(protocol: Protocols, key: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="api_key: an API key must consist of visible ASCII"):
+        fastgen.client("127.0.0.1:1", protocol=protocol, api_key=key)
+
+
+def test_what_json_does_not_have_is_refused_before_it_is_sent() -> None:
+    with fastgen.client("http://127.0.0.1:1") as client:
+        for prompt in ("\ud800", [{"role": "user", "content": "a", "more": {1, 2}}]):
+            with pytest.raises(InvalidArgumentError, match="cannot be sent as JSON"):
+                client.generate(prompt) if isinstance(prompt, str) else client.chat(prompt)
 
 
 def test_keys_and_tls(protocol: Protocols, guarded: Deployment) -> None:

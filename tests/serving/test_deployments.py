@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import fastgen
 from fastgen import ownership
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.runtime.scheduling.policies import DynamicBatching
+from fastgen.serving import detached
 from fastgen.serving.clients import deployments as module
 from fastgen.serving.clients.deployments import (
     MAX_FILE_BYTES,
@@ -38,7 +41,12 @@ print(client.generate("Once upon a time", max_new_tokens=4, temperature=0, ignor
 """
 
 
-def stand_in(name: str, *, model: str = "m", pid: int | None = None, birth: str | None = None) -> Deployment:
+HERE = socket.gethostname()
+
+
+def stand_in(
+    name: str, *, model: str = "m", pid: int | None = None, birth: str | None = None, host: str = HERE
+) -> Deployment:
     """Returns an entry for this process."""
     return Deployment(
         name=name,
@@ -46,6 +54,7 @@ def stand_in(name: str, *, model: str = "m", pid: int | None = None, birth: str 
         address=f"http://127.0.0.1:1/{name}",
         grpc_address=None,
         certificate=None,
+        host=host,
         pid=os.getpid() if pid is None else pid,
         birth=birth or str(process_birth(os.getpid())),
         token="secret",
@@ -76,7 +85,7 @@ def test_it_outlives_its_script_and_is_found_again(directory: Path) -> None:
             wanted = llm.generate("Once upon a time", max_new_tokens=4, temperature=0, ignore_eos=True).token_ids
         assert json.loads(done.stdout) == wanted
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-        assert stat.S_IMODE((directory / f"{found.pid}.json").stat().st_mode) == 0o600
+        assert stat.S_IMODE((directory / f"{HERE}-{found.pid}.json").stat().st_mode) == 0o600
         assert found.token not in repr(found)
         assert found.log is not None
         assert found.address in Path(found.log).read_text()
@@ -190,6 +199,38 @@ def test_entries_of_dead_processes_are_removed(directory: Path, sleeper: subproc
         assert deployments() == []
 
 
+def test_entries_of_other_machines_that_share_the_directory_are_left_alone(directory: Path) -> None:
+    elsewhere = stand_in("elsewhere", host="another", birth="1")  # with the same process id as this process
+    with registered(stand_in("here")), registered(elsewhere):
+        assert [one.name for one in deployments()] == ["here"]
+        assert len(list(directory.iterdir())) == 2
+
+
+def test_a_detached_server_that_fails_after_it_was_ready_writes_the_reason_to_its_log_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reading, writing = os.pipe()
+    other = tmp_path / "other"
+    opened: list[int] = []
+
+    def run(arguments: object, options: object, *, on_ready: Callable[[Deployment], None]) -> None:
+        on_ready(stand_in("one"))
+        opened.append(os.open(other, os.O_WRONLY | os.O_CREAT))
+        assert opened == [writing], "the pipe is closed, and another file has its number"
+        raise FastgenError("the engine did not start 3 times in a row")
+
+    monkeypatch.setattr("fastgen.serving.run.run", run)
+    monkeypatch.setattr(sys, "argv", ["detached", str(writing)])
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"model": "m"}'))
+    with os.fdopen(reading) as answer:
+        with pytest.raises(SystemExit):
+            detached._main()
+        assert json.load(answer)["deployment"]["name"] == "one"
+    os.close(opened[0])
+    assert other.read_bytes() == b""
+    assert capfd.readouterr().err == "fastgen: the engine did not start 3 times in a row\n"
+
+
 def test_where_nothing_is_served_that_is_said(directory: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="'tiny-llama' is not served on this machine; nothing is"):
         fastgen.client("tiny-llama")
@@ -243,7 +284,7 @@ def test_a_file_of_another_user_is_skipped(
     log = set_up_logging("text")
     theirs = stand_in("theirs", pid=sleeper.pid, birth=process_birth(sleeper.pid))
     with registered(stand_in("one")), registered(theirs):
-        planted = (directory / f"{sleeper.pid}.json").stat().st_ino
+        planted = (directory / f"{HERE}-{sleeper.pid}.json").stat().st_ino
         monkeypatch.setattr(module, "is_foreign", lambda facts: facts.st_ino == planted)
         assert [one.name for one in deployments()] == ["one"]
         log.flush()

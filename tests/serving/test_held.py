@@ -1,4 +1,4 @@
-"""What is looked for after engines were killed is found where it is left."""
+"""The search for leftovers of killed engines finds each kind where there is one."""
 
 from __future__ import annotations
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from fastgen.serving.admission.request_limits import MAX_TOKEN_IDS
 from fastgen.serving.http.errors import invalid_request
 from fastgen.serving.http.generate import GenerateBody
-from fastgen.serving.http.openai.requests import MAX_TOKEN_IDS, ChatRequest, CompletionRequest, DetokenizeRequest
+from fastgen.serving.http.openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest
 from fastgen.serving.http.sagemaker import Invocation
 
 MANY = 20_000

@@ -92,7 +92,7 @@ def check(document: Any, label: str, mode: GenerationMode, max_examples: int) ->
 
 
 def modes(label: str) -> list[GenerationMode]:
-    """What has no parameters cannot be asked wrongly."""
+    """Returns the kinds of requests to draw: a path without parameters has no wrong ones."""
     has_parameters = label.startswith("POST") and label != "POST /terminate"
     return list(GenerationMode) if has_parameters else [GenerationMode.POSITIVE]
 

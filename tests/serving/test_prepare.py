@@ -1,4 +1,4 @@
-"""What FastAPI builds when it is first needed is built before a server is ready."""
+"""FastAPI's checks and its description of paths are built before a server is ready."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from fastapi import FastAPI
 from typer.testing import CliRunner, Result
 
 from fastgen.cli import app
@@ -19,7 +20,11 @@ from fastgen.runtime.flight.recording_file import parse_recording
 from fastgen.runtime.flight.replay import first_difference
 from fastgen.serving.clients.deployments import Deployment
 from fastgen.serving.engine import recent_requests
+from fastgen.serving.engine.engine import ReplicaView
+from fastgen.serving.engine.messages import RecordingReply
 from fastgen.serving.engine.recent_requests import RecentRequests
+from fastgen.serving.http.recording import recording_routes
+from fastgen.serving.http.records import NUMBERS_HEADER, REPLICAS_HEADER
 from tests.serving.server_process import ServerProcess, served
 
 PROMPT = "Once upon a time"
@@ -84,6 +89,45 @@ def test_requests_that_overtake_one_whose_format_is_compiled_are_answered_and_ex
 
 
 @pytest.mark.slow  # test_open_paths asks every path without a key
+class Replicated:
+    """A service whose prompts of request "a" went to replica 1, which is gone, and to 2; the only one of "b" to 1."""
+
+    engine: Any
+    recent = RecentRequests()
+
+    def __init__(self) -> None:
+        self.engine, places = self, {"a": (("1", 10), ("2", 20)), "b": (("1", 11),)}
+        self._places = {}
+        for request, each in places.items():
+            for replica, number in each:
+                self.recent.add(request, number)
+                self._places[number] = replica, number
+
+    def replica_views(self) -> list[ReplicaView]:
+        return [ReplicaView("2", "here", "ready", 0, 0, 0, 0)]
+
+    def place_of(self, number: int) -> tuple[str, int]:
+        return self._places[number]
+
+    async def recording(self, replica: str | None) -> RecordingReply:
+        return RecordingReply(f"of {replica}".encode(), {20: 7})
+
+
+def test_replicas_that_are_gone_do_not_hide_the_recordings_of_the_others() -> None:
+    service: Any = Replicated()
+    app = FastAPI()
+    app.include_router(recording_routes(service))
+
+    async def ask(request: str) -> httpx2.Response:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://here") as client:
+            return await client.get("/recording", params={"request": request})
+
+    found = asyncio.run(ask("a"))
+    assert (found.content, found.headers[NUMBERS_HEADER], found.headers[REPLICAS_HEADER]) == (b"of 2", "7", "2")
+    lost = asyncio.run(ask("b"))
+    assert (lost.status_code, "what answered 'b' is gone" in lost.text) == (404, True)
+
+
 def test_it_needs_the_key() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTGEN_API_KEY", "secret")

@@ -12,6 +12,7 @@ from typing import Any
 import httpx2
 import msgspec
 import pytest
+from starlette.requests import Request
 from starlette.responses import Response
 
 import fastgen
@@ -20,6 +21,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.serving.admission.request_limits import (
     MANY_LOGPROBS,
     MAX_BEAMS,
+    MAX_CALL_ANSWERS,
     MAX_LOGPROBS,
     MAX_N,
     MAX_REQUEST_LOGPROBS,
@@ -32,7 +34,7 @@ from fastgen.serving.admission.request_limits import (
 )
 from fastgen.serving.clients.connect import Protocols
 from fastgen.serving.clients.deployments import Deployment
-from fastgen.serving.http.openai.run import in_pieces, json_response
+from fastgen.serving.http.openai.run import Batch, in_pieces, json_response
 from fastgen.serving.refusals import BadRequestError
 
 
@@ -86,6 +88,48 @@ def test_too_many_log_probabilities_are_refused_by_every_protocol(deployment: De
             pytest.raises(InvalidArgumentError, match=r"128 answers × 512 tokens × \(1 \+ 128\) = 8454144"),
         ):
             client.generate("a", n=MAX_N, logprobs=MAX_LOGPROBS, max_new_tokens=512)
+
+
+def test_the_answers_to_all_prompts_of_a_call_are_bounded_together(deployment: Deployment) -> None:
+    prompts = ["a"] * (MAX_CALL_ANSWERS // MAX_N + 1)
+    for path, body in (
+        ("/v1/completions", {"model": deployment.name, "prompt": prompts, "n": MAX_N}),
+        ("/invocations", {"inputs": prompts, "parameters": {"n": MAX_N, "do_sample": True}}),
+    ):
+        answer = httpx2.post(deployment.address + path, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+        assert f"33 prompts ask for {33 * MAX_N} answers together" in answer.json()["error"]["message"]
+
+
+def test_a_call_with_many_prompts_lets_other_requests_have_their_turn() -> None:
+    num_since_turn, most = 0, 0
+
+    class Taking:
+        async def submit(self, *arguments: Any, **more: Any) -> Any:
+            nonlocal num_since_turn, most
+            num_since_turn += 1
+            most = max(most, num_since_turn)
+
+    async def run() -> None:
+        nonlocal num_since_turn
+
+        async def take_turns() -> None:
+            nonlocal num_since_turn
+            while True:
+                num_since_turn = 0
+                await asyncio.sleep(0)
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        others = asyncio.create_task(take_turns())
+        request = Request({"type": "http", "headers": []}, receive)
+        service: Any = Taking()
+        await Batch.submit(service, request, [[1]] * 1000, [SamplingParams()] * 1000, is_stream=False)
+        others.cancel()
+
+    asyncio.run(run())
+    assert 1 < most < 100
 
 
 def test_an_answer_with_many_log_probabilities_is_the_same_in_pieces(deployment: Deployment, llm: fastgen.LLM) -> None:

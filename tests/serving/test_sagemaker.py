@@ -144,6 +144,7 @@ def test_openais_bodies_are_those_of_openais_paths(http: httpx2.Client) -> None:
         ({"inputs": PROMPT, "parameters": {"temperature": -1.0}}, None),
         ({"inputs": 3}, "inputs"),
         ({"inputs": [PROMPT, PROMPT], "stream": True}, None),
+        ({"inputs": ["a"] * 2049}, "inputs"),
         ({"input": PROMPT}, "inputs"),
         ({"prompt": PROMPT, "temperature": -1.0}, "temperature"),
         ([], None),

@@ -11,10 +11,9 @@ import ssl
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
-from fastgen.errors import InvalidArgumentError
 from fastgen.lab.load.target import RequestFailedError
+from fastgen.serving.clients.addresses import split_url
 
 # Longest wait for a connection.
 CONNECT_TIMEOUT_S = 10.0
@@ -74,7 +73,7 @@ class Response:
         if not version.startswith("HTTP/1.") or not status[:3].isdecimal():
             raise BadResponseError(f"the response does not begin like HTTP/1.1: {first[:60]!r}")
         self.status = int(status[:3])
-        if self.status == 100:  # "continue": the response is still to come
+        if 100 <= self.status < 200:  # such as "continue" or "early hints": the response is still to come
             self._rest = rest
             return self._parse_head()
         fields = (line.partition(":") for line in lines)
@@ -180,17 +179,12 @@ class HttpPool:
     """
 
     def __init__(self, url: str, tls: ssl.SSLContext | None = None):
-        try:
-            place = urlsplit(url)
-            port = place.port
-        except ValueError as error:
-            raise InvalidArgumentError(f"{url} is not a URL: {error}") from None
-        if place.scheme not in ("http", "https") or not place.hostname:
-            raise InvalidArgumentError(f"{url} is not a URL of HTTP, such as http://127.0.0.1:8000")
+        place = split_url(url)
+        assert place.hostname is not None
         is_https = place.scheme == "https"
         self.url = url
         self.prefix = place.path.rstrip("/")
-        self._host, self._port = place.hostname, port or (443 if is_https else 80)
+        self._host, self._port = place.hostname, place.port or (443 if is_https else 80)
         self._authority = place.netloc.rpartition("@")[2]
         self._tls = (tls or ssl.create_default_context()) if is_https else None
         self._free: list[_Connection] = []

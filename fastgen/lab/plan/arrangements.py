@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from fastgen.errors import OutOfMemoryError
+from fastgen.errors import InvalidArgumentError, OutOfMemoryError
 from fastgen.lab.devices.datasheets import Datasheet
 from fastgen.lab.devices.roofline import Efficiency, Roofline, model_build, roofline
 from fastgen.lab.devices.shards import shard
@@ -126,11 +126,17 @@ class Refusal:
 def arrangements(question: Question) -> tuple[list[Arrangement], list[Refusal]]:
     """Returns the arrangements on which the model fits, and the others.
 
-    :raises InvalidArgumentError: for a ``tensor_parallel`` that the model cannot be split into.
+    :raises InvalidArgumentError: for a ``tensor_parallel`` that the model cannot be split into, or that takes more
+        devices than there are.
     """
     spec = question.model.spec
     if question.tensor_parallel is not None:
         shard(spec, question.tensor_parallel)
+        if question.tensor_parallel > question.num_devices:
+            raise InvalidArgumentError(
+                f"tensor_parallel={question.tensor_parallel}: a copy of the model takes so many devices, and there are "
+                f"{question.num_devices}"
+            )
         candidates: Sequence[int] = (question.tensor_parallel,)
     else:
         candidates = parallel_sizes(spec, min(question.num_devices, question.device.most_linked))

@@ -12,7 +12,12 @@ from typing import Literal, NamedTuple
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.admission.prediction import EngineSize, Load, Pending, Prediction
-from fastgen.serving.admission.request_limits import MAX_OPEN_LOGPROBS, num_logprobs
+from fastgen.serving.admission.request_limits import (
+    MAX_MORE_ANSWERS,
+    MAX_OPEN_LOGPROBS,
+    num_logprobs,
+    num_sequences,
+)
 from fastgen.serving.engine.messages import EngineFacts
 from fastgen.serving.options import Limits
 from fastgen.serving.refusals import OverloadedError, Refusal, TooLargeError, UnavailableError
@@ -45,9 +50,12 @@ class Admitted:
 
 
 class _Opened(NamedTuple):
-    """An open request: the load that it is part of, and the most log-probabilities that it may hold."""
+    """An open request: the load that it is part of, its answers beyond the first, and the most log-probabilities that
+    it may hold.
+    """
 
     load: Load
+    num_more_answers: int
     num_logprobs: int
 
 
@@ -56,7 +64,7 @@ class Admission:
     engine, named ``""``.
 
     ``on_refused`` is called with the reason for each refusal: ``queued_requests``, ``queued_tokens``,
-    ``prompt_tokens``, ``logprobs``, ``ttft_slo`` or ``itl_target``.
+    ``prompt_tokens``, ``answers``, ``logprobs``, ``ttft_slo`` or ``itl_target``.
     """
 
     def __init__(
@@ -67,14 +75,15 @@ class Admission:
         # By replica.
         self._loads: dict[str, Load] = {}
         self._open: dict[Pending, _Opened] = {}
-        self._num_logprobs = 0
+        # The sums over all open requests.
+        self._num_more_answers = self._num_logprobs = 0
         self._last_prediction: tuple[float, Prediction | None] = (-math.inf, None)
 
     def begin(self, facts: EngineFacts, replica: str = "") -> None:
         """Starts over with a new engine, which has no requests yet."""
         old = self._loads.get(replica)
         for pending in [pending for pending, opened in self._open.items() if opened.load is old]:
-            self._num_logprobs -= self._open.pop(pending).num_logprobs
+            self._close(pending)
         num_kv_tokens = facts.num_blocks * facts.block_size
         self._loads[replica] = Load(EngineSize(facts.token_budget, facts.max_num_seqs, num_kv_tokens))
 
@@ -106,11 +115,20 @@ class Admission:
             raise TooLargeError(
                 f"the prompt has {num_prompt_tokens} tokens; this server takes {limits.max_prompt_tokens}"
             )
-        num_seqs = max(sampling.n, sampling.beam_width)
+        num_seqs = num_sequences(sampling)
         if num_waiting >= limits.max_queued_requests:
             raise self._full("queued_requests", f"{num_waiting} requests wait for their first token")
         if num_waiting and num_waiting_tokens + num_prompt_tokens > limits.max_queued_tokens:
             raise self._full("queued_tokens", f"{num_waiting_tokens} prompt tokens wait")
+        num_more = num_seqs - 1
+        if self._num_more_answers + num_more > MAX_MORE_ANSWERS:
+            self._on_refused("answers")
+            raise OverloadedError(
+                f"the running requests have {self._num_more_answers} answers beyond their first and this one "
+                f"{num_more}; this server takes at most {MAX_MORE_ANSWERS} at once; try again later, or ask for fewer "
+                "completions or beams",
+                retry_after_s=1.0,
+            )
         found = num_logprobs(num_prompt_tokens, sampling)
         if self._num_logprobs and found and self._num_logprobs + found > MAX_OPEN_LOGPROBS:
             self._on_refused("logprobs")
@@ -123,7 +141,8 @@ class Admission:
         if limits.ttft_slo_s is not None or limits.itl_target_ms is not None:
             self._check_times(self.predict(num_prompt_tokens, num_seqs=num_seqs, priority=sampling.priority))
         pending = load.submitted(num_prompt_tokens, sampling.max_new_tokens, num_seqs, sampling.priority, self._clock())
-        self._open[pending] = _Opened(load, found)
+        self._open[pending] = _Opened(load, num_more, found)
+        self._num_more_answers += num_more
         self._num_logprobs += found
         return Admitted(self, pending)
 
@@ -147,9 +166,15 @@ class Admission:
 
     def ended(self, pending: Pending, num_generated: int, *, is_whole: bool) -> None:
         """See :class:`Admitted`."""
-        if (opened := self._open.pop(pending, None)) is not None:
-            self._num_logprobs -= opened.num_logprobs
+        if (opened := self._close(pending)) is not None:
             opened.load.ended(pending, num_generated, is_whole=is_whole, now_s=self._clock())
+
+    def _close(self, pending: Pending) -> _Opened | None:
+        """Takes a request out of the sums over open requests, and returns it, if it is open."""
+        if (opened := self._open.pop(pending, None)) is not None:
+            self._num_more_answers -= opened.num_more_answers
+            self._num_logprobs -= opened.num_logprobs
+        return opened
 
     def _waiting(self) -> tuple[int, int]:
         """Returns how many requests wait for their first token, at all engines, and the tokens of their prompts."""

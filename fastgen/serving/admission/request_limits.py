@@ -14,6 +14,14 @@ MAX_CHECKED = 64
 # Completions of one prompt: OpenAI's limit.
 MAX_N = 128
 MAX_BEAMS = 256
+# Answers to all prompts of one call: each of its prompts may have several.
+MAX_CALL_ANSWERS = 4096
+# Answers beyond the first of each request, of all requests that have not ended. Requests are few, so this bounds the
+# memory and the time that a few calls can take with answers.
+MAX_MORE_ANSWERS = 1 << 14
+# Token ids of all prompts of one request: more would take too long to check.
+MAX_TOKEN_IDS = 1 << 20
+MAX_BIASES = 1 << 16
 MAX_STOP_STRINGS = 64
 # Characters of one stop string.
 MAX_STOP_CHARACTERS = 1000
@@ -44,6 +52,11 @@ def check_limits(sampling: SamplingParams) -> None:
     _check("prompt_logprobs", sampling.prompt_logprobs or 0, MAX_LOGPROBS, "alternatives")
 
 
+def num_sequences(sampling: SamplingParams) -> int:
+    """Returns how many sequences a request has: its answers, or the beams of its search."""
+    return max(sampling.n, sampling.beam_width)
+
+
 def num_logprobs(num_prompt_tokens: int, sampling: SamplingParams) -> int:
     """Returns the most log-probabilities that the answers to a request hold: for each token of an answer and of the
     prompt its own and those of the alternatives, as far as they are requested.
@@ -66,7 +79,7 @@ def check_num_logprobs(num_prompt_tokens: int, sampling: SamplingParams) -> None
 
 def _logprob_terms(num_prompt_tokens: int, sampling: SamplingParams) -> Iterator[tuple[int, int, str]]:
     """Yields for answers and prompt: how many tokens, how many alternatives for each, and the tokens as text."""
-    num_seqs = max(sampling.n, sampling.beam_width)
+    num_seqs = num_sequences(sampling)
     if sampling.logprobs is not None:
         text = f"{num_seqs} answers × {sampling.max_new_tokens} tokens"
         yield num_seqs * sampling.max_new_tokens, sampling.logprobs, text

@@ -1,6 +1,7 @@
 """The servers that run on this machine, so that clients find them: a file for each, which only its user can read.
 
-The files are in ``$FASTGEN_DEPLOYMENTS``, or ``fastgen/deployments`` in the user's state directory. Reading them
+The files are in ``$FASTGEN_DEPLOYMENTS``, or ``fastgen/deployments`` in the user's state directory. Machines may share
+that directory, such as a home directory of a cluster; each reads the files of its own servers only. Reading them
 removes the files of processes that are gone. A file that is not a server's is skipped, with a warning. A directory that
 another user of the machine could write to is refused: its servers would get prompts and keys that are not for them.
 """
@@ -11,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import stat
 import time
 from collections.abc import Iterator
@@ -43,6 +45,8 @@ class Deployment:
     grpc_address: str | None
     # The file of its certificate, where it speaks TLS.
     certificate: str | None
+    # The name of the machine that its process runs on.
+    host: str
     pid: int
     # The start time of the process, since process ids are reused.
     birth: str
@@ -113,7 +117,7 @@ def registered(deployment: Deployment) -> Iterator[None]:
 
 def _write(deployment: Deployment) -> Path:
     """Writes the file of ``deployment`` and returns its path."""
-    file = make_deployments_directory() / f"{deployment.pid}.json"
+    file = make_deployments_directory() / f"{deployment.host}-{deployment.pid}.json"
     file.unlink(missing_ok=True)  # a file of an ended process with the same id
     written = file.with_suffix(".new")
     written.unlink(missing_ok=True)
@@ -125,7 +129,7 @@ def _write(deployment: Deployment) -> Path:
 
 
 def deployments() -> list[Deployment]:
-    """Returns the running servers, the oldest first."""
+    """Returns the running servers of this machine, the oldest first."""
     found = []
     for file in deployments_directory().glob("*.json"):
         try:
@@ -135,6 +139,8 @@ def deployments() -> list[Deployment]:
         except (OSError, ValueError, RecursionError) as error:  # RecursionError: JSON that is nested too deep
             _log.warning("%s is not the file of a server and is skipped (%s); remove it", file, _reason(error))
             continue
+        if deployment.host != socket.gethostname():
+            continue  # its process cannot be seen from here
         if deployment.is_alive:
             found.append((began_s, deployment.pid, deployment))
         else:
@@ -210,6 +216,7 @@ def this_deployment(
         address=address,
         grpc_address=grpc_address,
         certificate=None if certificate is None else str(certificate.absolute()),
+        host=socket.gethostname(),
         pid=os.getpid(),
         birth=birth,
         token=token,

@@ -10,6 +10,7 @@ import grpc
 
 from fastgen.errors import FastgenError, GenerationError, InvalidArgumentError
 from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput
+from fastgen.serving.api_keys import sendable_key
 from fastgen.serving.clients.requests import ClientRequest
 from fastgen.serving.grpc import messages
 from fastgen.serving.refusals import (
@@ -29,7 +30,8 @@ class GrpcTransport:
 
     def __init__(self, address: str, api_key: str | None, certificate: str | None = None):
         self._address = address
-        self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+        key = None if api_key is None else sendable_key(api_key, "api_key")
+        self._metadata = () if key is None else (("authorization", f"Bearer {key}"),)
         target = address.removeprefix("grpcs://").removeprefix("grpc://")
         options = (("grpc.max_receive_message_length", -1), ("grpc.enable_http_proxy", 0))
         if address.startswith("grpcs://"):

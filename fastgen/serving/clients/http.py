@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
@@ -15,6 +14,8 @@ import msgspec
 from fastgen.errors import FastgenError, GenerationError, InvalidArgumentError
 from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.requests.response_format import ResponseFormat
+from fastgen.serving.api_keys import sendable_key
+from fastgen.serving.clients.addresses import split_url, trusting
 from fastgen.serving.clients.requests import ClientRequest
 from fastgen.serving.http.records import NUMBERS_HEADER, REPLICAS_HEADER, ChunkRecord, OutputRecord
 from fastgen.serving.refusals import (
@@ -39,13 +40,14 @@ class HttpTransport:
 
     def __init__(self, address: str, api_key: str | None, certificate: str | None = None):
         self._address = address if "://" in address else f"http://{address}"
-        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        split_url(self._address)
+        headers = {} if api_key is None else {"authorization": f"Bearer {sendable_key(api_key, 'api_key')}"}
         self._http = httpx2.AsyncClient(
             base_url=self._address,
             headers=headers,
             timeout=httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S),  # the request's own timeout limits the answer
             limits=httpx2.Limits(max_connections=None),
-            verify=_context(certificate),
+            verify=trusting(certificate),
             trust_env=False,  # no proxy between processes of this machine
         )
 
@@ -105,10 +107,14 @@ class HttpTransport:
     async def _sent(
         self, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[httpx2.Response]:
-        """Returns the response if it is not an error; its body is still to be read."""
+        """Yields the response if it is not an error; its body is still to be read. An error while it is read means that
+        another program answers at this address.
+        """
+        method, content = ("GET", None) if body is None else ("POST", _encoded(body))
+        kind = {} if body is None else {"content-type": "application/json"}
         try:
             async with self._http.stream(
-                "GET" if body is None else "POST", path, json=body, headers=headers
+                method, path, content=content, headers={**kind, **(headers or {})}
             ) as response:
                 if response.status_code != 200:
                     _fail(response.status_code, _error_of(await response.aread()), response.headers)
@@ -117,14 +123,13 @@ class HttpTransport:
             raise FastgenError(f"no server answers at {self._address}: {error}") from error
         except httpx2.TransportError as error:
             raise FastgenError(f"the connection to {self._address} broke: {error or type(error).__name__}") from error
-
-
-def _context(certificate: str | None) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    if certificate is not None:
-        context.load_verify_locations(certificate)
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate may be self-signed
-    return context
+        except FastgenError:
+            raise
+        except (ValueError, LookupError, TypeError, httpx2.DecodingError) as error:
+            raise FastgenError(
+                f"{self._address}{path} does not answer as a server of fastgen does ({type(error).__name__}: {error}); "
+                "see whether another program has this address"
+            ) from error
 
 
 def _body(request: ClientRequest) -> dict[str, Any]:
@@ -134,6 +139,14 @@ def _body(request: ClientRequest) -> dict[str, Any]:
     if request.messages is not None:
         return {"messages": request.messages, **fields}
     return {"prompt": request.prompt, **fields}
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    """Returns ``body`` as JSON. Raises ``InvalidArgumentError`` for a value that JSON does not have."""
+    try:
+        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidArgumentError(f"the request cannot be sent as JSON: {error}") from None
 
 
 def _error_of(body: bytes) -> Any:
@@ -148,7 +161,7 @@ def _fail(status: int, body: Any, headers: Mapping[str, str]) -> NoReturn:
     error = body.get("error") if isinstance(body, dict) else None
     message, code = (error.get("message"), error.get("code")) if isinstance(error, dict) else (None, None)
     message = message or f"the server answered with status {status}"
-    retry_after_s = float(headers.get("retry-after", 1))
+    retry_after_s = _seconds(headers.get("retry-after")) or 1.0
     match status:
         case 400 | 422:
             raise InvalidArgumentError(message)
@@ -161,12 +174,18 @@ def _fail(status: int, body: Any, headers: Mapping[str, str]) -> NoReturn:
         case 413:
             raise TooLargeError(message)
         case 429:
-            predicted = headers.get("x-predicted-ttft-s")
-            raise OverloadedError(
-                message, retry_after_s=retry_after_s, predicted_ttft_s=None if predicted is None else float(predicted)
-            )
+            predicted_s = _seconds(headers.get("x-predicted-ttft-s"))
+            raise OverloadedError(message, retry_after_s=retry_after_s, predicted_ttft_s=predicted_s)
         case 503:
             raise UnavailableError(message, retry_after_s=retry_after_s)
     if code == "engine_died":
         raise EngineDiedError(message)
     raise GenerationError(message)
+
+
+def _seconds(text: str | None) -> float | None:
+    """Returns the seconds in a header, which may also hold a date, such as that of a proxy."""
+    try:
+        return float(text or "")
+    except ValueError:
+        return None

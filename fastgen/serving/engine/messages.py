@@ -122,7 +122,7 @@ class LoadFailed(msgspec.Struct, tag="load failed", array_like=True):
 
 
 class End(msgspec.Struct, array_like=True):
-    """Why and how a completion ended."""
+    """The end of a completion: the reason, and its figures."""
 
     reason: FinishReason
     error: str | None

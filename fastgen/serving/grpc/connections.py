@@ -55,9 +55,7 @@ def listening(port: int) -> set[int]:
 
 
 def end_listening(descriptors: Iterable[int]) -> None:
-    """Ends what :func:`listening` has found, whoever has opened it. Connections that were accepted remain; one that was
-    not is reset, and its client makes another.
-    """
+    """Ends listening by these descriptors. Accepted connections remain; the clients of others connect anew."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
             listener.shutdown(socket.SHUT_RDWR)

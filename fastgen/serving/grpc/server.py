@@ -15,7 +15,14 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.serving.admission.request_limits import MAX_CHECKED, MAX_SESSION_LENGTH, SESSION_HEADER
+from fastgen.serving.admission.json_limits import FREE_BYTES
+from fastgen.serving.admission.request_limits import (
+    MAX_BIASES,
+    MAX_CHECKED,
+    MAX_SESSION_LENGTH,
+    MAX_TOKEN_IDS,
+    SESSION_HEADER,
+)
 from fastgen.serving.api_keys import ApiKeys, bearer
 from fastgen.serving.ending import Ending
 from fastgen.serving.grpc import messages
@@ -26,6 +33,7 @@ from fastgen.serving.grpc.connections import (
     max_calls,
     num_connections,
 )
+from fastgen.serving.grpc.size import check_num_fields
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.refusals import (
     BadRequestError,
@@ -67,16 +75,21 @@ class GenerationServicer:
     async def receive(self, requests: AsyncIterator[bytes], kind: Any, context: ServicerContext) -> Any:
         """Returns the request of a call, a message of ``kind``, once the call has shown its API key.
 
-        Raises ``UnauthorizedError``, ``RequestTimeoutError`` and ``InvalidArgumentError``.
+        Raises ``UnauthorizedError``, ``RequestTimeoutError``, ``TooLargeError`` and ``InvalidArgumentError``.
         """
         try:
             if kind is not messages.TerminateRequest:  # which takes another token too
                 self._keys.check(_bearer(context))
             async with asyncio.timeout(self._timeout_s):
                 async for request in requests:
+                    if len(request) > FREE_BYTES:
+                        await asyncio.to_thread(check_num_fields, request, kind.DESCRIPTOR)
                     return _decoded(request, kind)
         except UnauthorizedError:
             self._service.metrics.refused("api_key")
+            raise
+        except TooLargeError:
+            self._service.metrics.refused("body_size")
             raise
         except TimeoutError:
             self._service.metrics.refused("body_time")
@@ -100,16 +113,17 @@ class GenerationServicer:
             yield chunk
 
     async def check(self, request: Any, context: ServicerContext) -> Any:
+        number = len(request.prompts) + len(request.chats)
+        if number > MAX_CHECKED:
+            raise InvalidArgumentError(f"{number} requests to be checked; at most {MAX_CHECKED} are taken at once")
         asked = [(each, self._encode_prompt) for each in request.prompts]
         asked += [(each, self._encode_chat) for each in request.chats]
-        if len(asked) > MAX_CHECKED:
-            raise InvalidArgumentError(f"{len(asked)} requests to be checked; at most {MAX_CHECKED} are taken at once")
         return messages.CheckResponse(errors=[await self._refusal(*each) or "" for each in asked])
 
     async def _refusal(self, request: Any, encode: Callable[[Any], list[int]]) -> str | None:
         """Returns why ``request`` would be refused, or ``None``."""
         try:
-            return await self._service.refusal(*await self._read(request, encode))
+            return await self._service.refusal(*await asyncio.to_thread(self._read, request, encode))
         except (BadRequestError, InvalidArgumentError) as error:
             return str(error)
 
@@ -145,23 +159,30 @@ class GenerationServicer:
         self, request: Any, encode: Callable[[Any], list[int]], context: ServicerContext, *, is_stream: bool
     ) -> Running:
         arrived_s = time.monotonic()
-        prompt_ids, sampling = await self._read(request, encode)
+        prompt_ids, sampling = await asyncio.to_thread(self._read, request, encode)
         session = (_metadata(context, SESSION_HEADER) or "")[:MAX_SESSION_LENGTH] or None
         return await self._service.submit(
             prompt_ids, sampling, is_stream=is_stream, arrived_s=arrived_s, session=session
         )
 
-    async def _read(self, request: Any, encode: Callable[[Any], list[int]]) -> tuple[list[int], SamplingParams]:
+    def _read(self, request: Any, encode: Callable[[Any], list[int]]) -> tuple[list[int], SamplingParams]:
+        """Returns the token ids of the prompt and the sampling parameters. A large request takes long, so it is read on
+        a thread.
+        """
         messages.refuse_unknown_fields(request)
+        if (number := len(request.sampling.logit_bias)) > MAX_BIASES:
+            raise TooLargeError(f"logit_bias: this server takes at most {MAX_BIASES} biases, not {number}")
         fields = messages.sampling_fields(request.sampling)
         sampling = SamplingParams.from_fields(self._service.codec.default_sampling, **fields)
-        return await asyncio.to_thread(encode, request), sampling
+        return encode(request), sampling
 
     def _encode_prompt(self, request: Any) -> list[int]:
         match request.WhichOneof("prompt"):
             case "text":
                 return self._service.codec.encode(request.text)
             case "token_ids":
+                if (number := len(request.token_ids.ids)) > MAX_TOKEN_IDS:
+                    raise TooLargeError(f"token_ids: this server takes at most {MAX_TOKEN_IDS} ids, not {number}")
                 return self._service.codec.encode(list(request.token_ids.ids))
             case _:
                 raise InvalidArgumentError("prompt: text or token_ids must be set")

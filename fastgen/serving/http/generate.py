@@ -15,13 +15,12 @@ from starlette.responses import Response
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.serving.admission.request_limits import MAX_BEAMS, MAX_CHECKED, MAX_N
+from fastgen.serving.admission.request_limits import MAX_BEAMS, MAX_BIASES, MAX_CHECKED, MAX_N, MAX_TOKEN_IDS
 from fastgen.serving.answers import Update
 from fastgen.serving.api_keys import bearer
 from fastgen.serving.ending import Ending
 from fastgen.serving.http.errors import ERRORS
 from fastgen.serving.http.json_route import JsonRoute
-from fastgen.serving.http.openai.requests import MAX_TOKEN_IDS
 from fastgen.serving.http.openai.run import (
     arrival_of,
     event_of,
@@ -37,7 +36,6 @@ from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Running, Service
 
-_MAX_BIASES = 1 << 16
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -62,7 +60,7 @@ class GenerateBody(FewErrors):
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     logit_bias: (
-        Annotated[dict[Annotated[int, Field(ge=0, lt=2**31, strict=False)], _Bias], at_most(_MAX_BIASES)] | None
+        Annotated[dict[Annotated[int, Field(ge=0, lt=2**31, strict=False)], _Bias], at_most(MAX_BIASES)] | None
     ) = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_k: _Count | None = None

@@ -33,14 +33,18 @@ def recording_routes(service: Service) -> APIRouter:
         replicas it is the recording of the one that is named, or else of the first that answered a prompt of the
         request.
         """
-        places = [] if request is None else [*map(service.engine.place_of, service.recent.numbers(request))]
-        answered = list(dict.fromkeys(place[0] for place in places if place is not None))
-        if replica is not None and replica not in {view.id for view in service.engine.replica_views()}:
+        here = {view.id for view in service.engine.replica_views()}
+        if replica is not None and replica not in here:
             raise HTTPException(404, f"there is no replica {replica!r:.200} now")
+        found_at = [] if request is None else [*map(service.engine.place_of, service.recent.numbers(request))]
+        places = [place for place in found_at if place is not None]
+        answered = [one for one in dict.fromkeys(place[0] for place in places) if one in here or not one]
+        if places and not answered:
+            raise HTTPException(404, f"what answered {request!r:.200} is gone, and its recording with it")
         named = replica or (answered[0] if answered else "") or None
         reply, headers = await recordings.take(named), {}
         if request is not None:
-            numbers = [reply.request_ids.get(place[1]) for place in places if place and place[0] == (named or "")]
+            numbers = [reply.request_ids.get(place[1]) for place in places if place[0] == (named or "")]
             found = [str(number) for number in numbers if number is not None]
             if not found:
                 raise HTTPException(404, f"no request with the id {request!r:.200} is among the last ones")

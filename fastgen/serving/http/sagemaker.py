@@ -20,6 +20,7 @@ from fastgen.serving.http.errors import ERRORS, NOT_JSON, invalid_request, is_js
 from fastgen.serving.http.generate import naming_the_field
 from fastgen.serving.http.json_route import PARSED, JsonRoute
 from fastgen.serving.http.openai.answers import finish_of
+from fastgen.serving.http.openai.requests import MAX_PROMPTS
 from fastgen.serving.http.openai.run import (
     Batch,
     encode_prompts,
@@ -91,7 +92,7 @@ class Invocation(FewErrors):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    inputs: str | Annotated[list[str], Field(fail_fast=True)]
+    inputs: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
     parameters: Parameters = Parameters()
     stream: bool = False
 

@@ -226,7 +226,7 @@ def answer_all(begin: Callable[[bytes], Callable[[bytes], bytes]], *, max_cpu_s:
 
 
 def _limit_memory(max_more_bytes: int) -> None:
-    """Allows this process ``num_bytes`` more memory than it has now, if the system reports how much that is."""
+    """Allows this process ``max_more_bytes`` beyond the memory that it has now, if the system reports that."""
     if sys.platform == "linux":
         size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size_bytes + max_more_bytes,) * 2)

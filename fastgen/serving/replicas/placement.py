@@ -1,4 +1,4 @@
-"""What a replica needs of a machine, and whether the machines of a cluster have it."""
+"""The needs of a replica, and whether the machines of a cluster meet them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Needs:
-    """What one replica takes, all of one machine."""
+    """The cores, GPUs and memory that one replica takes, all of one machine."""
 
     # Threads that compute, or one for each GPU.
     num_cpus: int

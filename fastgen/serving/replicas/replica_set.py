@@ -22,6 +22,7 @@ from fastgen.errors import FastgenError, GenerationError
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.routing import RoutedRequest, block_hashes
+from fastgen.serving.admission.request_limits import num_sequences
 from fastgen.serving.engine.engine import ReplicaView
 from fastgen.serving.engine.messages import (
     Ask,
@@ -210,7 +211,7 @@ class ReplicaSet:
         request = EngineRequest(next(self._numbers), len(prompt_ids), sampling, arrived_s)
         routed = RoutedRequest(
             len(prompt_ids),
-            sampling.max_new_tokens * max(sampling.n, sampling.beam_width),
+            sampling.max_new_tokens * num_sequences(sampling),
             block_hashes(prompt_ids, self.facts.block_size),
             session,
         )

@@ -1,4 +1,4 @@
-"""How far back models read, from their recipes, and what that does to the cost of their steps."""
+"""Models read back as far as their recipes say, and the cost of their steps follows from that."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ WAIT_S = 30.0
 
 @dataclass
 class Script:
-    """How requests are answered."""
+    """The way in which requests are answered."""
 
     first_s: float = 0.0
     gap_s: float = 0.0

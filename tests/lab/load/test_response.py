@@ -42,9 +42,10 @@ def test_what_is_no_http_is_refused(data: bytes) -> None:
         Response().feed(data)
 
 
-def test_continue_comes_before_the_response() -> None:
+@pytest.mark.parametrize("interim", [b"100 Continue", b"102 Processing", b"103 Early Hints\r\nlink: </a>"])
+def test_interim_answers_come_before_the_response(interim: bytes) -> None:
     response = Response()
-    assert response.feed(b"HTTP/1.1 100 Continue\r\n\r\n" + PLAIN) == b"hello world"
+    assert response.feed(b"HTTP/1.1 " + interim + b"\r\n\r\n" + PLAIN) == b"hello world"
     assert response.status == 404
 
 

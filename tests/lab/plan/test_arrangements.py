@@ -38,6 +38,11 @@ def test_a_size_that_does_not_divide_is_refused() -> None:
         arrangements(question("llama-2-13b", "H100", num_devices=8, prompt=500, answer=50, tensor_parallel=3))
 
 
+def test_a_copy_on_more_devices_than_there_are_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"tensor_parallel=4: a copy .* so many devices, and there are 2"):
+        arrangements(question("llama-2-13b", "H100", num_devices=2, prompt=500, answer=50, tensor_parallel=4))
+
+
 def test_larger_budgets_are_tried_where_none_is_given() -> None:
     (found,), _ = arrangements(question("llama-2-13b", "A100-80", prompt=500, answer=50, token_budget=None))
     assert sorted(found.capacities) == [256, 512, 1024, 2048, 4096]

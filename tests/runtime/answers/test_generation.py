@@ -1,4 +1,4 @@
-"""What a request has produced so far: how an answer ends, what a stream takes of it, and its times."""
+"""The answer of a request so far: how it ends, what a stream takes of it, and its times."""
 
 from __future__ import annotations
 

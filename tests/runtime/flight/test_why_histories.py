@@ -31,7 +31,7 @@ def lived(seed: int, *, beams: bool = False) -> tuple[list[Generation], Recordin
 
 @cache
 def explained(seed: int, *, beams: bool = False) -> dict[str, Why]:
-    """What is said of each sequence of a history, which takes longer than the history."""
+    """Explains each sequence of a history. That takes longer than the history itself."""
     _, recording = lived(seed, beams=beams)
     return {name: why(recording, name) for name in names(recording)}
 

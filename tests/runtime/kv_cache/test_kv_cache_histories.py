@@ -150,7 +150,7 @@ class History:
             self.waiting.append(seq)
 
     def withdraw(self) -> None:
-        """What a sequence has computed is wrong: all that begins with its first block is found no more."""
+        """Withdraws what a sequence has computed wrongly: nothing that begins with its first block is found again."""
         if not self.running or self.rng.random() < 0.7:
             return
         seq = self.rng.choice(self.running)
@@ -287,7 +287,7 @@ class History:
         self.num_full[seq] = seq.num_computed_tokens // size
 
     def block_of(self, seq: Sequence, group: int, tokens: Tokens) -> int:
-        """Where the last of ``tokens`` was written for ``seq``; it may have left the table with this very step."""
+        """Returns where the last of ``tokens`` was written for ``seq``; it may have left the table with this step."""
         block_id = seq.block_tables[group][(len(tokens) - 1) // self.block_size]
         if block_id != PADDING_BLOCK:
             return block_id

@@ -1,4 +1,4 @@
-"""When the sequences of a beam search move."""
+"""The steps at which the sequences of a beam search move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sampled for drafted sequences: what their sequence would get had it generated the drafts; and which of it
+"""Tokens sampled for drafted sequences: those their sequence would get had it generated the drafts; and which of them
 counts."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the sampler draws, as a distribution: frequencies against exact probabilities after all penalties, biases, masks
+"""The sampler's draws as a distribution: frequencies against exact probabilities after all penalties, biases, masks
 and filters; and draws at neighbouring seeds, positions and sequences independent of each other. On every target.
 
 Draws are a fixed function of seed, position, sequence and token, so a test that passes passes always. A limit is

@@ -1,5 +1,6 @@
-"""What a grammar allows next, token by token, against what can still become a text of it by other means; what is
-refused, with the reason; and that no request costs more than the limits say."""
+"""Tokens that a grammar allows next, compared with those that lead to one of its texts by other means. Formats that are
+refused, with the reason, and the limits of what a request costs.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def allowed(matcher: Matcher, vocab_size: int = VOCAB_SIZE) -> set[int]:
 
 
 def texts_of(tokenizer: Any) -> dict[int, bytes]:
-    """What each token adds to a text, by its spelling; special tokens and unknown ids add none and are left out."""
+    """Returns what each token adds to a text, by its spelling. Special tokens and unknown ids are left out."""
     byte_of = {letter: byte for byte, letter in _byte_letters().items()}
     decoder = TokenDecoder(tokenizer)
     return {
@@ -146,7 +147,7 @@ def test_masks_are_what_can_still_become_a_text_of_the_format(
 
 
 def is_forced(found: set[int], expected: set[int], texts: dict[int, bytes]) -> bool:
-    """Whether one token of those expected was found, and all of them begin the same text."""
+    """Returns whether one of the expected tokens was found, and all of them begin the same text."""
     if len(found) != 1 or not found <= expected or EOS in expected:
         return False
     (text,) = (texts[token_id] for token_id in found)
@@ -251,7 +252,7 @@ def test_ids_beyond_the_head_or_the_tokenizer_are_never_allowed(tokenizer: Any, 
 
 
 def is_valid_start(text: bytes) -> bool:
-    """Whether UTF-8 text can begin with these bytes."""
+    """Returns whether UTF-8 text can begin with these bytes."""
     return any(_decodes(text + rest) for rest in (b"", b"\x80", b"\x80" * 2, b"\x80" * 3, b"\xa0\x80", b"\x90\x80\x80"))
 
 

@@ -80,7 +80,7 @@ def test_as_many_as_were_right_and_twice_as_many_where_all_were() -> None:
     drafter, seq = NgramDrafter(8), sequence([7] * 5)
 
     def asked(num_right: int) -> int:
-        """How many are drafted, of which so many are right."""
+        """Returns how many tokens are drafted if so many of them are right."""
         drafts = list(drafter.propose(seq, 100))
         assert set(drafts) == {7}
         seq.token_ids.extend([7] * num_right)
@@ -115,7 +115,7 @@ def test_some_sequences_may_not_draft() -> None:
 
 
 def test_a_constrained_sequence_gets_no_drafts() -> None:
-    """What may follow a draft is not known before the draft is accepted."""
+    """A grammar does not know what may follow a draft before the draft is accepted."""
     seq = sequence([1] * 5)
     seq.matcher = cast(Any, object())
     assert list(NgramDrafter(4).propose(seq, 4)) == []

@@ -1,4 +1,4 @@
-"""How the beams of a search are scheduled, one worked example each; test_beam_histories.py has random histories."""
+"""Schedules of the beams of a search, one worked example each; test_beam_histories.py has random histories."""
 
 from __future__ import annotations
 

@@ -370,7 +370,7 @@ class History:
         return schedule
 
     def check_updates(self, schedule: Schedule) -> None:
-        """What a step uploads is bounded, that of lost steps included, as long as nobody overtakes."""
+        """A step's uploads are bounded, those of lost steps included, as long as no request overtakes another."""
         in_flight = self.num_groups * (self.budget // self.block_size + 2 * self.max_num_seqs)
         shared = sum(
             len(table) for seq in self.scheduler.running if len(seq.request.sequences) > 1 for table in seq.block_tables

@@ -346,13 +346,13 @@ class History:
         return True
 
     def token_before(self, following: SampledSequence | None) -> int:
-        """What a row samples: more often than not the draft that the following row has taken for granted."""
+        """Returns the token that a row samples: more often than not the draft that the following row is built on."""
         if isinstance(following, DraftedSequence) and self.rng.random() < 0.7:
             return following.drafts[-1]
         return self.rng.randrange(1, 10**6)
 
     def check(self, schedule: Schedule, batch: RaggedBatch, rows_found: list[SampledSequence]) -> None:
-        """What each token of the batch is, read as a kernel would read it, against the sequences."""
+        """Compares each token of the batch, read as a kernel would read it, with the sequences."""
         self.on_device -= set(schedule.preempted)
         self.num_preempted += len(schedule.preempted)
         starts, lengths = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()

@@ -1,5 +1,5 @@
-"""What steps of every recipe hand to kernels, as a GPU would get it: the model, its inputs and all in between lie on
-the meta device, which computes nothing and mixes with no other device as little as a GPU does.
+"""Arguments of kernels in steps of every recipe, as a GPU would get them. The model, its inputs and all in between lie
+on the meta device, which computes nothing and mixes with other devices as little as a GPU does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the host gives a GPU goes from pinned memory: a copy from other memory waits for all that was launched before,
+"""Data goes to a GPU from pinned memory: a copy from other memory waits for all that was launched before,
 and nothing says so. Here tensors of a GPU that is not there have a shape and no contents."""
 
 from __future__ import annotations

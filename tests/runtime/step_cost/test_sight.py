@@ -1,4 +1,4 @@
-"""What layers with a sliding window read, counted token by token."""
+"""The tokens that layers with a sliding window read, counted one by one."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def decode(tokenizer, ids):
 
 
 def added_text(tokenizer, prompt, generated):
-    """What ``generated`` adds to the decoded prompt; a half character at the prompt's end is completed or no matter."""
+    """Returns what ``generated`` adds to the decoded prompt, whose last half character is completed or dropped."""
     before, whole = decode(tokenizer, prompt), decode(tokenizer, [*prompt, *generated])
     if whole.startswith(before):
         return whole[len(before) :]

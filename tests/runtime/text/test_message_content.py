@@ -1,4 +1,4 @@
-"""What a message of a conversation may hold: text, whole or in parts, and nothing else."""
+"""Messages of a conversation hold text, whole or in parts, and nothing else."""
 
 from __future__ import annotations
 

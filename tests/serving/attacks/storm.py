@@ -86,7 +86,7 @@ class Phase(Probes):
 
 @dataclass
 class Found:
-    """What a storm did."""
+    """The outcome of a storm."""
 
     alone: Phase = field(default_factory=Phase)
     # Beside processes that attack nothing.

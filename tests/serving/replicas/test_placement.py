@@ -1,4 +1,4 @@
-"""What a replica needs of a machine, and the sentences where a cluster does not have it."""
+"""The needs of a replica, and the sentences for a cluster that does not meet them."""
 
 from __future__ import annotations
 

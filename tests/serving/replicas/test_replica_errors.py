@@ -1,4 +1,4 @@
-"""What cannot be served with replicas is said in one sentence, within seconds."""
+"""Replicas that cannot be served are refused in one sentence, within seconds."""
 
 from __future__ import annotations
 

@@ -17,7 +17,12 @@ from starlette.responses import Response
 from fastgen.errors import InvalidArgumentError, PromptTooLongError
 from fastgen.runtime.requests.outputs import GenerationOutput
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.serving.admission.request_limits import MAX_SESSION_LENGTH, SESSION_HEADER
+from fastgen.serving.admission.request_limits import (
+    MAX_CALL_ANSWERS,
+    MAX_SESSION_LENGTH,
+    SESSION_HEADER,
+    num_sequences,
+)
 from fastgen.serving.answers import USUAL_TEXT, TextRules, Update
 from fastgen.serving.http.errors import failure_body
 from fastgen.serving.http.openai.answers import Usage
@@ -26,8 +31,11 @@ from fastgen.serving.http.streaming import EventStream, unless_gone
 from fastgen.serving.refusals import BadRequestError, UnknownModelError
 from fastgen.serving.service import Running, Service
 
-# Prompts with as many characters or ids together are encoded on another thread, so that other streams do not wait.
-_LONG_PROMPTS = 20_000
+# Prompts with as many characters or ids together are encoded on another thread, so that other streams do not wait. Each
+# prompt takes some time beside that for its characters.
+_LONG_PROMPTS, _EACH_PROMPT = 20_000, 100
+# Prompts of a call that are queued before other requests have their turn.
+_TURN_PROMPTS = 32
 # Items of a long list that are encoded at once; each may have log-probabilities of 129 tokens.
 _PIECE_ITEMS = 64
 DONE = b"data: [DONE]\n\n"
@@ -53,13 +61,17 @@ class Batch:
         session: str | None = None,
     ) -> Self:
         """Queues all of them; ``rules`` and ``session`` are as in :meth:`Service.submit`, unless the request's header
-        names a session. Raises ``RefusedError`` if one of them is refused; then none is queued.
+        names a session. Raises ``RefusedError`` if one of them is refused, or if they ask for too many answers
+        together; then none is queued.
         """
+        _check_num_answers(samplings)
         batch = cls([])
         try:
             async with unless_gone(request):  # a format may wait for its trial
                 with _in_openai_names():
-                    for prompt_ids, sampling in zip(prompts, samplings, strict=True):
+                    for number, (prompt_ids, sampling) in enumerate(zip(prompts, samplings, strict=True), start=1):
+                        if number % _TURN_PROMPTS == 0:
+                            await asyncio.sleep(0)
                         batch._running.append(
                             await service.submit(
                                 prompt_ids,
@@ -131,6 +143,17 @@ class Batch:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _check_num_answers(samplings: Sequence[SamplingParams]) -> None:
+    """Raises ``BadRequestError`` if one call asks for more than ``MAX_CALL_ANSWERS``."""
+    number = sum(map(num_sequences, samplings))
+    if number > MAX_CALL_ANSWERS:
+        raise BadRequestError(
+            f"n: {len(samplings)} prompts ask for {number} answers together; this server gives at most "
+            f"{MAX_CALL_ANSWERS} in one call",
+            param="n",
+        )
 
 
 @contextmanager
@@ -286,7 +309,7 @@ async def encode_prompts(
         return [encode_one(prompt) if keep is None else encode_one(prompt)[-keep:] for prompt in prompts]
 
     try:
-        is_long = sum(map(len, prompts)) >= _LONG_PROMPTS
+        is_long = sum(map(len, prompts)) + _EACH_PROMPT * len(prompts) >= _LONG_PROMPTS
         encoded = await asyncio.to_thread(encode) if is_long or service.codec.waits_to_encode else encode()
     except InvalidArgumentError as error:
         raise BadRequestError(str(error), param=param, code=code_of(error)) from error

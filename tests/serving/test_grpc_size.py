@@ -1,0 +1,120 @@
+"""Requests by gRPC of millions of fields are refused before they are decoded, and others are read beside the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from typing import Any
+
+import pytest
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.serving.admission.json_limits import FREE_BYTES
+from fastgen.serving.admission.request_limits import MAX_BIASES, MAX_TOKEN_IDS
+from fastgen.serving.clients.grpc import GrpcTransport
+from fastgen.serving.clients.requests import ClientRequest
+from fastgen.serving.grpc import messages
+from fastgen.serving.grpc.size import MAX_FIELDS, check_num_fields
+from fastgen.serving.refusals import BadRequestError, TooLargeError
+from tests.serving.refusing import Refusing, served
+
+
+def length_prefixed(number: int, content: bytes) -> bytes:
+    size, encoded = len(content), b""
+    while size > 127:
+        encoded += bytes([size & 127 | 128])
+        size >>= 7
+    return bytes([number << 3 | 2]) + encoded + bytes([size]) + content
+
+
+def as_large_as_may_be() -> list[Any]:
+    """Returns requests with as much as a server takes of one thing."""
+    prompt = messages.GenerateRequest()
+    prompt.token_ids.ids.extend([100_000] * MAX_TOKEN_IDS)
+    biased = messages.GenerateRequest(text="a" * FREE_BYTES)
+    biased.sampling.logit_bias.update(dict.fromkeys(range(MAX_BIASES), -1.5))
+    chat = messages.ChatRequest()
+    for _ in range(MAX_FIELDS // 4):
+        chat.messages.add(role="user", content="a")
+    return [prompt, biased, chat, messages.GenerateRequest(text="é" * (8 << 20))]
+
+
+def test_large_requests_are_not_refused_for_their_bytes() -> None:
+    for message in as_large_as_may_be():
+        encoded = message.SerializeToString()
+        assert len(encoded) > FREE_BYTES
+        check_num_fields(encoded, message.DESCRIPTOR)
+
+
+@pytest.mark.parametrize(
+    ("kind", "encoded"),
+    [
+        (messages.ChatRequest, b"\x0a\x00" * (MAX_FIELDS + 1)),
+        (messages.CheckRequest, length_prefixed(2, b"\x0a\x00" * (MAX_FIELDS + 1))),
+        (messages.GenerateRequest, length_prefixed(3, b"\x6a\x01a" * (MAX_FIELDS + 1))),
+        (messages.GenerateRequest, b"\xf8\x06\x01" * (MAX_FIELDS + 1)),
+        (messages.GenerateRequest, b"\xfb\x06\xfc\x06" * (MAX_FIELDS // 2 + 1)),
+    ],
+    ids=["messages", "messages of a request to check", "stop strings", "unknown numbers", "unknown groups"],
+)
+def test_too_many_fields_are_refused_unread(kind: Any, encoded: bytes) -> None:
+    kind.FromString(encoded)
+    with pytest.raises(TooLargeError, match=f"more than {MAX_FIELDS} fields"):
+        check_num_fields(encoded, kind.DESCRIPTOR)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_cannot_be_decoded_is_left_to_the_decoder(seed: int) -> None:
+    rng = random.Random(seed)
+    noise = [rng.randbytes(FREE_BYTES + 1), b"\xff" * (4 << 20), b"\x0a" + b"\xff" * FREE_BYTES, bytes(FREE_BYTES + 1)]
+    for encoded in noise:
+        try:
+            check_num_fields(encoded, messages.ChatRequest.DESCRIPTOR)
+        except TooLargeError:
+            assert len(encoded) > MAX_FIELDS
+
+
+def test_a_server_refuses_them_and_counts_that() -> None:
+    service: Any = Refusing()
+    service.error = BadRequestError("it was read")
+    ids, biases = [1] * (MAX_TOKEN_IDS + 1), dict.fromkeys(range(MAX_BIASES + 1), 1.0)
+    message = {"role": "", "content": ""}
+
+    async def run() -> None:
+        async with served(service) as address:
+            transport = GrpcTransport(address, None)
+            try:
+                for request, why in (
+                    (ClientRequest({}, messages=[message] * (MAX_FIELDS + 1)), f"more than {MAX_FIELDS} fields"),
+                    (ClientRequest({}, prompt=ids), f"token_ids: .* at most {MAX_TOKEN_IDS} ids"),
+                    (ClientRequest({"logit_bias": biases}, prompt="a"), f"logit_bias: .* at most {MAX_BIASES} biases"),
+                    (ClientRequest({}, prompt=ids[1:]), "it was read"),
+                ):
+                    with pytest.raises(InvalidArgumentError, match=why):
+                        await transport.generate(request)
+            finally:
+                await transport.close()
+
+    asyncio.run(run())
+    assert b'fastgen_refused_total{reason="body_size"} 1.0' in service.metrics.text()
+
+
+def test_requests_are_read_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    service: Any = Refusing()
+    service.error = BadRequestError("no")
+    threads: list[str] = []
+    monkeypatch.setattr(messages, "refuse_unknown_fields", lambda _: threads.append(threading.current_thread().name))
+
+    async def run() -> None:
+        async with served(service) as address:
+            transport = GrpcTransport(address, None)
+            try:
+                with pytest.raises(InvalidArgumentError, match="no"):
+                    await transport.generate(ClientRequest({}, prompt="a"))
+            finally:
+                await transport.close()
+
+    asyncio.run(run())
+    assert len(threads) == 1
+    assert threads[0] != threading.current_thread().name
