@@ -84,9 +84,7 @@ ZERO, ONE = constant(0), constant(1)
 class Section(BaseModel):
     """A mapping in a recipe: unknown keys are refused, and it is immutable."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True)
 
     @model_validator(mode="before")
     @classmethod

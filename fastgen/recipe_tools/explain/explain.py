@@ -187,8 +187,8 @@ def _signs(layers: Sequence[LayerKind]) -> Box:
 
 
 def _numbers(config: schema.Config, reader: Reader) -> Iterator[Fact]:
-    for name, described in schema.Config.model_fields.items():
-        meaning = (described.description or "").split(";")[0].rstrip(".").replace("`", "")
+    for name, text in schema.descriptions(schema.Config).items():
+        meaning = text.split(";")[0].rstrip(".").replace("`", "")
         yield Fact(name, f"{meaning}: {_meaning(reader, getattr(config, name))}")
 
 
