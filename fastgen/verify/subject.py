@@ -126,7 +126,7 @@ def _owners(spec: ModelSpec) -> dict[str, list[_Part]]:
         if field != "weight" or slot.target.ndim < parameter.ndim:
             continue  # a bias goes with its weight; a single expert is not a module
         whole = slot.target.shape == parameter.shape
-        start = 0 if whole else slot.target.storage_offset() // parameter.stride(0)
+        start = 0 if whole else int(slot.target.storage_offset()) // parameter.stride(0)
         owners.setdefault(name, []).append(_Part(slot.spec, start, None if whole else start + slot.target.shape[0]))
     return {name: sorted(parts, key=lambda part: part.start) for name, parts in owners.items()}
 

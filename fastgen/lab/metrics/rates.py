@@ -20,7 +20,7 @@ def max_concurrent_requests(records: Sequence[RequestRecord]) -> int:
     sent = np.sort([record.sent_s for record in records])
     ended = np.sort([record.ended_s for record in records])
     running = np.arange(1, len(sent) + 1) - np.searchsorted(ended, sent, side="right")
-    return int(max(running.max(initial=0), 0))
+    return int(np.max(running, initial=0))
 
 
 def rates(
