@@ -18,10 +18,10 @@ from jinja2 import meta
 from fastgen.compile.spec import DTYPES, Argument, KernelSpec, power_of_2
 
 _HERE = Path(__file__).parent
-# Where templates and headers are looked for.
+# The folders of templates and headers.
 TEMPLATE_FOLDERS = tuple(sorted(_HERE.rglob("templates")))
 SUFFIXES = {"triton": ".py", "cpp": ".cpp"}
-# What a kernel calls that starts before those before it end, and what its template calls for that.
+# The call by which a kernel that starts early waits for those before it, and what its template calls for that.
 _WAIT, _CALLS_WAIT = "gdc_wait", re.compile(r"\{\{ (wait|overlap)\(spec\)")
 _INCLUDE = re.compile(r'#include "([^"]+)"\n')
 _COMMENTS = {"triton": "#", "cpp": "//"}

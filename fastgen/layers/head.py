@@ -1,4 +1,4 @@
-"""From final hidden states to logits."""
+"""The head, which computes logits from final hidden states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a model spec to modules with empty parameters, and the list of where each checkpoint tensor goes."""
+"""Builds modules with empty parameters from a model spec, and lists where each tensor of a checkpoint goes."""
 
 from __future__ import annotations
 

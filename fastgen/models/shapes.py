@@ -1,4 +1,4 @@
-"""From the parts of a model spec to the shapes by which a backend is asked for ops."""
+"""Derives the shapes by which a backend is asked for ops from the parts of a model spec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a model's name to an engine that runs it: :func:`load`."""
+"""Loads a model by its name, and makes an engine that runs it: :func:`load`."""
 
 from __future__ import annotations
 

@@ -72,14 +72,14 @@ class AddNormOp(Protocol):
 class LinearAddNormOp(Protocol):
     @property
     def linear(self) -> LinearOp:
-        """The linear layer; the layer whose output it is counts it among its modules."""
+        """Returns the linear layer, which is among the modules of the layer whose output it is."""
 
     @property
     def norm(self) -> NormWeights: ...
 
     @property
     def output_norm(self) -> NormWeights | None:
-        """The norm of what is added, if there is one; it belongs to the same layer as ``linear``."""
+        """Returns the norm of what is added, if there is one. It belongs to the same layer as ``linear``."""
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Returns ``x + scale * output_norm(linear(y))``, which may be ``x`` itself, and the norm of the sum: ``x`` and
@@ -164,7 +164,7 @@ class LatentAttentionOp(Protocol):
 class RouterOp(Protocol):
     @property
     def linear(self) -> LinearOp:
-        """The map to logits; its weights are never quantized."""
+        """Returns the map to logits, whose weights are never quantized."""
 
     # ``[E]`` fp32, where the router has a correction.
     correction: nn.Parameter | None

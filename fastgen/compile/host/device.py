@@ -28,7 +28,7 @@ _INSTRUCTION_SETS = (
     *("avx_vnni", "amx_tile", "amx_bf16", "amx_int8"),
     *("asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2"),
 )
-# What a CPU needs for its matrix unit to be used.
+# The features that a CPU needs for its matrix unit to be used.
 AMX = ("amx_tile", "amx_bf16", "amx_int8")
 _ARCH_PRCTL = 158  # Linux's numbers on x86-64: of the call,
 _REQUEST_PERMISSION = 0x1023  # of what is asked for,

@@ -1,1 +1,1 @@
-"""From sampled tokens to the answers of requests."""
+"""Turns sampled tokens into the answers of requests."""

@@ -155,7 +155,7 @@ class MemoryModel:
         length, on_host = f"max_model_len={config.max_model_len}", self.device.kind == "cpu"
         yield LedgerRow("KV cache", config.num_blocks * self.block_bytes(config.block_size))
         if self._backend.steps != "called":
-            # What captured steps leave in between lies in one piece of memory, that of the largest step.
+            # Temporaries of captured steps lie in one piece of memory, as large as the largest step needs.
             steps = self.model.forward(config.token_budget, config.max_cached_len, config.block_size).arena_bytes
             yield LedgerRow("activations", max(steps, self.model.head(config.max_rows).arena_bytes), budget)
             yield LedgerRow("results", storage_bytes(results(self.build, config)), f"{budget}, {seqs}")

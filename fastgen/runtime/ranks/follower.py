@@ -110,7 +110,7 @@ def _no_bar(title: str, *, unit: str = "", enabled: bool = True) -> Iterator[Cal
 
 
 def main() -> None:
-    """Builds, then carries out plans until the leader ends."""
+    """Builds this rank's part of the model, then carries out plans until the leader ends."""
     memory_fd, connection_fd, parent = map(int, sys.argv[1:])
     end_with(parent)
     connection: Connection[Any, Any] = Connection(connection_fd)

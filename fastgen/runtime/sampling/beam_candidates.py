@@ -1,4 +1,4 @@
-"""From rows of logits to the candidates of a beam search: the likeliest next tokens and their scores.
+"""Takes the candidates of a beam search from rows of logits: the likeliest next tokens and their scores.
 
 Penalties, bias and the tokens that ``min_new_tokens`` forbids apply to log-probabilities here, and to logits in
 ordinary sampling. Nothing is normalised after them. transformers' logits processors do the same in a beam search. The

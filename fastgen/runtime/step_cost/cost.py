@@ -56,7 +56,7 @@ class StepCost:
     sights: tuple[Sight, ...] = ()
     # Quantiles, evenly spaced, of measured over expected time. Their mean is 1. Empty where not measured.
     scatter: tuple[float, ...] = ()
-    # Where there is no scatter: standard deviation of the logarithm of measured over expected time.
+    # Standard deviation of the logarithm of measured over expected time. Unused if there is a scatter.
     noise: float = 0.0
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""From token ids back to text, one token at a time. Emits only what later tokens cannot change.
+"""Turns token ids back into text, one token at a time. Emits only what later tokens cannot change.
 
 Two things are held back: bytes that may become a character (:class:`_Characters`), and characters that may become a
 stop string (:class:`_StopStrings`). Special tokens and ids that the tokenizer does not know have no text.

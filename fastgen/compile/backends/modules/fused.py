@@ -78,7 +78,7 @@ class Attention(nn.Module):
         return self.attend(qkv, cache)
 
     def attend(self, qkv: Tensor, cache: PagedView) -> Tensor:
-        """Attends, where queries are prepared and keys and values are in the cache: ``[T, N, Dv]``."""
+        """Returns the output ``[T, N, Dv]`` of prepared queries, whose keys and values are in the cache already."""
         q = qkv.view(len(qkv), -1, self.head_dim)[:, : self.num_heads]
         mixed = q.new_empty(q.shape)
         self._attend(q, cache.k, cache.v, cache.block_tables, cache.cu_seqlens_q, cache.seq_lens, mixed)

@@ -1,4 +1,4 @@
-"""How the Triton kernels of paged attention are cut: tile sizes by architecture and head size."""
+"""Tile sizes of the Triton kernels of paged attention, by architecture and head size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastgen.version import installed_version
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a kernel is cut: rows of a query tile, keys of a KV tile, Triton's options, and how many programs a
+    """Sizes of a kernel's tiles: rows of a query tile, keys of a KV tile, Triton's options, and how many programs a
     multiprocessor holds at once, which matters for decodes
     (see :class:`fastgen.compile.ops.attention.triton.AttentionPlan`). ``ahead`` chunks issue the product with the next
     KV tile's keys before the softmax of this one. ``persistent`` chunks take query tiles in turn; otherwise there is a
@@ -96,8 +96,8 @@ _DECODES: dict[str, dict[int, Tiling]] = {
     "interpret": {1024: Tiling(16, 16, 4, 1, programs_per_sm=2)},
 }
 _DECODES |= {"sm_89": _DECODES["sm_86"], "sm_90": _DECODES["sm_80"], "sm_100": _DECODES["sm_80"]}
-# Where a block is smaller than a KV tile, keys are gathered, which takes registers; these would spill some otherwise,
-# by Triton 3.6 or by later ones.
+# For blocks smaller than a KV tile. Keys are gathered, which takes registers: larger tiles would spill some, by Triton
+# 3.6 or by later ones.
 _CHUNKS_GATHERED = {"sm_90": {256: Tiling(64, 32, 8, 5), 576: Tiling(32, 32, 8, 5)}}
 _CHUNKS_GATHERED |= {"sm_100": _CHUNKS_GATHERED["sm_90"]}
 # Three programs fit where keys are gathered; with blocks of a whole KV tile they would spill by Triton 3.6.

@@ -1,4 +1,4 @@
-"""How the Triton kernel of experts' linear layers is cut: tile sizes by architecture and by rows of an expert."""
+"""Tile sizes of the Triton kernel of experts' linear layers, by architecture and by rows of an expert."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _ANY_ROWS = 1 << 30
 
 @dataclass(frozen=True)
 class GroupedTiling:
-    """How a grouped product is cut: rows, outputs and features of a tile, and Triton's options."""
+    """Sizes of a grouped product's tile: rows, outputs and features, and Triton's options."""
 
     block_m: int
     block_n: int

@@ -100,7 +100,7 @@ def bf16_choice(
     if clock is None or tuning.kept(PROBLEM, ways) is not None:
         place = tuning.choose(PROBLEM, ways, may_measure=False)
     else:
-        # Of several processes one measures, and the others find its choice.
+        # One of several processes measures, and the others find its choice.
         with loader.cache.locked("bf16"), _on_one_thread(load_thread_pool(loader)):
             place = tuning.choose(PROBLEM, ways, may_measure=True)
     return Bf16Choice(str(ways[place].choice["arch"]), _reason(place, tuning.kept(PROBLEM, ways)))

@@ -1,4 +1,4 @@
-"""How the Triton kernels of linear layers for a few rows are cut: tile sizes by architecture, splits by shape."""
+"""Tile sizes, by architecture, and splits, by shape, of the Triton kernels of linear layers for a few rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FewRowShape:
 
 @dataclass(frozen=True)
 class SplitK:
-    """How a kernel is cut: outputs of a program, features that it takes at a time, Triton's options, and how many
+    """Sizes of a program: its outputs, the features that it takes at a time, Triton's options, and how many
     programs share an output's features."""
 
     block_n: int

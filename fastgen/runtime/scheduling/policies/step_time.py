@@ -63,7 +63,7 @@ class StepTimeModel:
         self._fit = np.zeros(4)
         # The fit, or the nearest coefficients at or above 0.
         self._coefficients = np.zeros(4)
-        # What they amount to; made when it is asked for.
+        # The cost with these coefficients; made when it is asked for.
         self._cost: StepCost | None = None
         # The inverse of the fit's variance, in units of the usual relative error.
         self._information = _FIRST_INFORMATION.copy()

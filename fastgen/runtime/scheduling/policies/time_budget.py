@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 # Lengths of chunks in steps below the finely spaced sizes.
 _FEW_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 _CLOSE_SIZE = 64
-# Where a step with one prompt token is too long already, it may take this many times as long.
+# A step that is too long with one prompt token already may take this many times as long.
 _SLACK = 1.1
 
 
