@@ -22,7 +22,7 @@ from typing import Any
 import fastgen
 from fastgen.lab.machine import processor
 
-# Of each stream, before the prompt comes: the model of step times has seen decodes by then.
+# Each stream has so many tokens before the prompt comes, so that the model of step times has seen decodes.
 WARM_UP_TOKENS = 60
 
 

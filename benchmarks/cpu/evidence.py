@@ -27,7 +27,7 @@ class Figure:
     value: float
     least: float
     most: float
-    # Of ``num_measured`` measurements of the build, such as "turns", these were steady.
+    # So many of the ``num_measured`` measurements of the build, such as "turns", were steady.
     num_steady: int
     num_measured: int
     unit: str

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.cpu.engines.protocol import BITS
 from benchmarks.cpu.workloads import Request
 
-# By bits of a weight: how far below the greatest logit a token's may lie. The random models' logits have a standard
+# How far below the greatest logit a token's may lie, by the bits of a weight. The random models' logits have a standard
 # deviation of 3, and the greatest of 32,000 lies 12 above their mean.
 MOST_BELOW = {32: 0.01, 16: 0.5, 8: 1.0, 4: 5.0}
 

@@ -25,7 +25,7 @@ from fastgen.compile.ops.attention.tiling import Tiling, candidate_tilings, chun
 from fastgen.compile.ops.attention.triton import AttentionKernel, AttentionPlan, attention_specs
 from fastgen.compile.spec import torch_dtype
 
-# What 16 bits round: in bf16 a part of 2^-9, of the answer and of the weights before.
+# Rounding to 16 bits may change this much: in bf16 a part of 2^-9, of the answer and of the weights before.
 ABSOLUTE, RELATIVE = 8e-3, 1.6e-2
 TOY = AttentionShape(4, 2, 16, 16, "fp16", 0.25)
 

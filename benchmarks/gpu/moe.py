@@ -34,7 +34,7 @@ from fastgen.compile.ops.experts.triton import (
 from fastgen.compile.ops.linear.reference import grouped_linear
 from fastgen.compile.spec import torch_dtype
 
-# Of bf16 answers, rounded after each of three products, and of a part of answers above 1.
+# bf16 answers, rounded after each of three products, may differ by this; the second is a part of answers above 1.
 ABSOLUTE, RELATIVE = 2e-2, 1.6e-2
 
 

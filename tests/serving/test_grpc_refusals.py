@@ -68,6 +68,32 @@ def test_refusals_are_statuses_and_heard_as_what_they_are(
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("text", "heard"),
+    [("a" * 20_000, "a" * 2048 + "…"), ("é" * 5_000, "é" * 1024 + "…"), ("no \ud800", r"no \ud800"), ("é%\n", "é%\n")],
+    ids=["long", "long as a header", "surrogate", "short"],
+)
+def test_any_error_text_ends_the_call_with_its_status(text: str, heard: str) -> None:
+    service: Any = Refusing()
+    service.error = BadRequestError(text)
+
+    async def run() -> None:
+        async with served(service) as address, grpc.aio.insecure_channel(address) as channel:
+            call = channel.unary_unary("/fastgen.v1.Generation/Generate")(b"\x0a\x01a", timeout=10)
+            assert (await call.code(), await call.details()) == (grpc.StatusCode.INVALID_ARGUMENT, heard)
+
+    asyncio.run(run())
+
+
+def test_a_long_name_of_a_service_is_not_repeated_to_who_asks_for_its_health() -> None:
+    async def run() -> None:
+        async with served(Refusing()) as address, grpc.aio.insecure_channel(address) as channel:
+            call = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="é" * 100_000))
+            assert await call.code() == grpc.StatusCode.NOT_FOUND
+
+    asyncio.run(run())
+
+
 def test_a_request_that_is_too_large_is_heard_as_that_and_not_as_one_that_may_be_sent_again() -> None:
     service: Any = Refusing()
 

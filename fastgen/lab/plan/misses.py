@@ -1,4 +1,4 @@
-"""By how much an SLO is missed, and what limits the answer."""
+"""Says by how much an SLO is missed, and what limits the answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Miss:
     value: float
     # How many times the limit is exceeded.
     times: float
-    # What takes most of the time, in words.
+    # The work that takes most of the time, in words.
     limited_by: str
 
     def __str__(self) -> str:

@@ -112,7 +112,7 @@ class SplitSheet:
     bytes_per_parameter: tuple[float, ...]
     devices: int
     memory_gb: float
-    # What frameworks take beside the weights, over all devices.
+    # The memory that frameworks take beside the weights, over all devices.
     overhead_gb: float
 
     @property

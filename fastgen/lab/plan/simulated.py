@@ -17,7 +17,8 @@ from fastgen.models.builder import kv_windows
 
 # Requests for each client, and at least and most in all.
 _PER_CLIENT, _LEAST, _MOST = 5, 200, 600
-# Of lengths, as a share of the mean. An answer is longer than the mean by four deviations once in 30,000.
+# The standard deviation of lengths, as a share of the mean, and the deviations for which a context must have room. An
+# answer is longer than the mean by four deviations once in 30,000.
 _DEVIATION, _SIGMAS = 0.3, 4
 # Factor between the numbers of clients that are tried.
 _CHANGE = 1.2

@@ -91,7 +91,7 @@ def steady_states(cost: StepCost, shape: Shape, *, token_budget: int, most: int)
     """Returns the means with 1, 2 … ``most`` clients. All their requests run."""
     num_later = max(shape.answer - 1, 0)
     found: list[Steady] = []
-    # Of the loop with one client less: prompts in the queue, the share of time in which it is not empty, and decodes.
+    # The last round, with one client less, found these: prompts in the queue, its share of time not empty, decodes.
     queued = busy = decodes = 0.0
     for clients in range(1, most + 1):
         times = _times(cost, shape, decodes, busy, token_budget)
@@ -101,7 +101,7 @@ def steady_states(cost: StepCost, shape: Shape, *, token_budget: int, most: int)
 
         rate = _rate(times, clients, ttft_s, num_later, others_s)
         tpot_s = times.gap_s(rate * others_s)
-        # What is left of a cycle is spent waiting for the room of prompts.
+        # The rest of a cycle is spent waiting for the room of prompts.
         ttft_s = max(ttft_s, clients / rate - num_later * tpot_s)
         longest_gap_s = max(tpot_s, times.mixed_s if clients > 1 else 0.0)
         found.append(Steady(clients, ttft_s, tpot_s, longest_gap_s, rate, decodes))

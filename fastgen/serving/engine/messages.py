@@ -82,7 +82,7 @@ class Stop(msgspec.Struct, tag="stop", array_like=True):
     """Ends the process."""
 
 
-# What servers send. The rest comes from the process that started this one.
+# Servers send these. The rest comes from the process that started this one.
 FromServer = Submit | Cancel | Ask | Check
 ToEngine = FromServer | Open | Close | Stop
 

@@ -59,6 +59,10 @@ _STATUSES: dict[type[RefusedError], grpc.StatusCode] = {
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
     EngineDiedError: grpc.StatusCode.ABORTED,
 }
+# Most bytes of a status's message. As a header each may become three, and clients take 8 KiB of headers.
+_MOST_DETAILS = 2048
+# Most characters that are repeated of a service's name.
+_MOST_NAME = 100
 # How often the health service checks for a change to report to its watchers.
 _WATCH_S = 0.1
 # How long a server that is left answers the calls of connections that it has accepted: longer than a client takes from
@@ -201,7 +205,9 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # i
 
     async def Check(self, request: Any, context: ServicerContext) -> Any:  # noqa: N802 (the name is the protocol's)
         if (status := self._status(request.service)) is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"service {request.service!r} is not served here")
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, f"service {request.service[:_MOST_NAME]!r} is not served here"
+            )
         return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: Any, context: ServicerContext) -> AsyncIterator[Any]:  # noqa: N802
@@ -366,8 +372,19 @@ async def _abort(context: ServicerContext, error: FastgenError) -> NoReturn:
     trailing: tuple[tuple[str, str], ...] = ()
     if isinstance(error, OverloadedError | UnavailableError):
         trailing = (("retry-after-ms", str(round(1000 * error.retry_after_s))),)
-    await context.abort(status, str(error), trailing)
+    await context.abort(status, _details(str(error)), trailing)
     raise AssertionError("abort raises")
+
+
+def _details(text: str) -> str:
+    """Returns ``text`` as the message of a status, which a header carries.
+
+    A client hears a longer one as ``RESOURCE_EXHAUSTED``, and gRPC never ends the call of one that is not Unicode.
+    """
+    encoded = text.encode(errors="backslashreplace")
+    if len(encoded) <= _MOST_DETAILS:
+        return encoded.decode()
+    return encoded[:_MOST_DETAILS].decode(errors="ignore") + "…"
 
 
 def _bearer(context: ServicerContext) -> str | None:

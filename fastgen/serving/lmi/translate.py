@@ -41,9 +41,9 @@ _VARIABLES = {
 class Translation:
     """Holds the arguments that a file stands for."""
 
-    # Of ``fastgen.serve``.
+    # The arguments of ``fastgen.serve``, by name.
     arguments: dict[str, Any] = field(default_factory=dict)
-    # What became of each key, a sentence for each.
+    # A sentence for each key that says what became of it.
     notes: list[str] = field(default_factory=list)
 
 

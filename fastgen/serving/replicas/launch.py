@@ -35,7 +35,7 @@ _DELETE_S = 5.0
 _KILL_S = 10.0
 # Most characters of an error that are logged.
 _MOST_LOGGED = 300
-# Of the message with which Ray Serve reports, after 30 s, that replicas are not scheduled.
+# A part of the message with which Ray Serve reports, after 30 s, that replicas are not scheduled.
 _IS_WAITING = "to be scheduled"
 _log = logging.getLogger(__name__)
 

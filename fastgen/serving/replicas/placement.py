@@ -26,7 +26,7 @@ class Machine:
     num_cpus: int
     num_gpus: int
     memory_bytes: int
-    # What of it is not in use, where only that counts.
+    # The part that is not in use, if only that counts; ``None`` if all of the machine does.
     free: Machine | None = None
 
     @property

@@ -18,8 +18,8 @@ from fastgen.errors import FastgenError
 from fastgen.serving.clients.deployments import Deployment
 from fastgen.serving.engine.supervisor import end_of, ending_text
 
-# What the process writes into its pipe once it is ready: the first about twice a second, the second when a client ends
-# the server. The text of an error, which may follow too, has no such character.
+# The process writes these into its pipe once it is ready: the first about twice a second, the second when a client
+# ends the server. The text of an error, which may follow too, has no such character.
 SIGN_OF_LIFE, TERMINATED = b"\x06", b"\x04"
 _COMMAND = (sys.executable, "-m", "fastgen.serving.replicas.ingress_process")
 

@@ -1,4 +1,4 @@
-"""From the body of a chat to the request that the engine takes."""
+"""Makes the body of a chat into the request that the engine takes."""
 
 from __future__ import annotations
 
