@@ -24,6 +24,7 @@ DEPLOYMENT = {
     "address": "http://127.0.0.1:1",
     "grpc_address": None,
     "certificate": None,
+    "host": "here",
     "pid": 1,
     "birth": "",
     "token": "t",
