@@ -19,16 +19,16 @@ BODIES = {
 @pytest.mark.parametrize("always", [False, True])
 def test_usage_grows_with_the_answer(server: ServerProcess, path: str, always: bool) -> None:
     options = {"include_usage": True, "continuous_usage_stats": always}
-    fields = {"model": "tiny-llama", "stream": True, "max_tokens": 5, "ignore_eos": True, "stream_options": options}
+    fields = {"model": "tiny-llama", "stream": True, "max_tokens": 40, "ignore_eos": True, "stream_options": options}
     response = httpx2.post(f"{server.address}{path}", json=BODIES[path] | fields, trust_env=False, timeout=60)
     assert response.status_code == 200, response.text
     events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
     *usages, last = [json.loads(event)["usage"] for event in events]
-    assert last["completion_tokens"] == 5
+    assert last["completion_tokens"] == 40
     if not always:
         assert usages == [None] * len(usages)
         return
     counts = [usage["completion_tokens"] for usage in usages]
     assert counts == sorted(counts)
-    assert (counts[0] <= 1, counts[-1]) == (True, 5)
+    assert counts[0] < counts[-1] == 40, "a busy server may send several tokens at once, but not all"
     assert {usage["prompt_tokens"] for usage in usages} == {last["prompt_tokens"]}
