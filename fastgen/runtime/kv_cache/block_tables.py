@@ -39,18 +39,18 @@ class BlockCopy(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """The blocks ``appended`` to the tables of a sequence, and the ``copies`` of blocks that it shared."""
+    """The tables of a sequence have new blocks from entry ``first`` on, and ``copies`` of blocks that it shared."""
 
-    appended: list[TableEntry]
+    first: int
     copies: list[BlockCopy]
 
 
-def held_entries(seq: Sequence) -> list[TableEntry]:
-    """Returns every entry of the block tables of ``seq`` that holds a block."""
+def held_entries(seq: Sequence, first: int = 0) -> list[TableEntry]:
+    """Returns the entries of the block tables of ``seq``, from index ``first`` on, that hold a block."""
     return [
         TableEntry(group, index, block_id)
         for group, table in enumerate(seq.block_tables)
-        for index, block_id in enumerate(table)
+        for index, block_id in enumerate(table[first:], first)
         if block_id != PADDING_BLOCK
     ]
 

@@ -31,7 +31,6 @@ from itertools import islice
 from operator import attrgetter
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.kv_cache.block_tables import TableEntry
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.requests.sampling_params import SamplingParams
@@ -47,8 +46,7 @@ from fastgen.runtime.scheduling.staggering import Staggering
 from fastgen.runtime.scheduling.step_room import StepRoom
 from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S, WaitingQueue
 
-_urgency, _token_ids = attrgetter("urgency"), attrgetter("token_ids")
-_num_computed_tokens = attrgetter("num_computed_tokens")
+_urgency = attrgetter("urgency")
 
 
 class Scheduler:
@@ -250,9 +248,9 @@ class Scheduler:
         self._scheduled = None
         running, block_size = SequenceStatus.RUNNING, self.kv.block_size
         full: list[Sequence] = []
-        for seq, position in zip(schedule.decodes, schedule.positions, strict=True):
+        for seq in schedule.decodes:
             if seq.status is running and not (postponed and seq in postponed):
-                seq.num_computed_tokens = end = position + 1
+                seq.num_computed_tokens = end = seq.num_computed_tokens + 1
                 if not end % block_size:
                     full.append(seq)
         self.staggering.advance(full, len(schedule.decodes))
@@ -405,16 +403,14 @@ class Scheduler:
             num_places = room.limit_drafts(self.token_budget - tokens_of(decodes, chunks))
             decodes, drafted = with_drafts(decodes, num_places, self._propose_drafts, self._allocate)
             chunks += drafted
-        positions = tuple(map(_num_computed_tokens, decodes))
-        if sum(map(len, map(_token_ids, decodes))) != sum(positions) + len(decodes):
-            caught_up = [seq for seq in decodes if seq.num_pending_tokens != 1]
-            raise AssertionError(f"neither given a token nor finished after their last step: {caught_up}")
+        caught_up = [seq for seq in decodes if len(seq.token_ids) - seq.num_computed_tokens != 1]
+        assert not caught_up, f"neither given a token nor finished after their last step: {caught_up}"
         num_tokens = tokens_of(decodes, chunks)
         assert 0 < num_tokens <= self.token_budget, f"{self.policy} made a step of {num_tokens} tokens"
         self._is_launched = False
         self._scheduled = Schedule(
             decodes=tuple(decodes),
-            positions=positions,
+            positions=tuple([seq.num_computed_tokens for seq in decodes]),
             chunks=tuple(chunks),
             block_updates=self.running.block_updates,
             block_copies=self.kv.pending_copies,
@@ -429,11 +425,8 @@ class Scheduler:
         allocation = self.kv.allocate(seq, num_tokens)
         if allocation is None:
             return False
-        if seq.slot is not None and self.running.has_device:
-            self.running.add_entries(seq, allocation.appended)
-            if allocation.copies:
-                copied = (TableEntry(copy.group, copy.table_index, copy.destination) for copy in allocation.copies)
-                self.running.add_entries(seq, copied)
+        if seq.slot is not None:
+            self.running.add_blocks(seq, *allocation)
         return True
 
     def _note_prompt(self, seq: Sequence) -> None:
