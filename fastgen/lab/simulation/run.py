@@ -115,8 +115,8 @@ class Simulation:
         clients, replicas, delay_s = self._clients, self.replicas, self._settings.request_delay_s
         steps_s = [replica.next_step_s for replica in replicas]
         while True:
-            number = steps_s.index(min(steps_s))
-            step_s, arrival_s = replicas[number].next_step_s, clients.next_s + delay_s
+            step_s, arrival_s = min(steps_s), clients.next_s + delay_s
+            number = steps_s.index(step_s)
             if arrival_s <= step_s:
                 if arrival_s == float("inf"):
                     break
