@@ -317,19 +317,22 @@ class Scheduler:
         """Allocates blocks for the next token of every decode, or of as many decodes as there are blocks for."""
         block_size = self.kv.block_size
         decodes = self.running.pending_decodes
-        wanting = [seq for seq in decodes if not seq.num_computed_tokens % block_size]
-        num_wanting = len(wanting)
-        wanting = self.kv.lookahead.use(wanting)
+        full = [seq for seq in decodes if not seq.num_computed_tokens % block_size]
+        wanting = sorted(self.kv.lookahead.use(full), key=_urgency)
+        if self.kv.lookahead.append(wanting):
+            for seq in wanting:
+                self.running.add_blocks(seq, len(seq.block_tables[0]) - 1)
+            wanting = []
         if self.forks.forked:
             wanting += [seq for seq in self.forks.forked if seq.num_computed_tokens % block_size]
-        wanting.sort(key=_urgency)
+            wanting.sort(key=_urgency)
         for seq in wanting:
             # The least urgent are preempted first, so they are less urgent than all that have their block.
             while seq.status is SequenceStatus.RUNNING and not self._allocate(seq, 1):
                 preempted += self._preemption.preempt_least_urgent(self._now_s)
         self.forks.forked.clear()
         if not preempted and not self.running.prompts:
-            self.staggering.give_lookahead(decodes, num_wanting)
+            self.staggering.give_lookahead(decodes, len(full))
 
     def _give_prompts(self, plan: StepPlan, room: StepRoom, *, may_admit: bool) -> list[ScheduledTokens]:
         """Returns chunks of the most urgent prompts, until places or blocks run out."""
