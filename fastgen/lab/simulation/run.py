@@ -159,8 +159,9 @@ class Simulation:
     def _end(self, generation: Generation) -> None:
         (completion,) = generation.completions
         assert completion.error is None, completion.error
-        delay_s = self._settings.token_delay_s
-        times_s = tuple([time_s + delay_s for time_s in completion.token_times_s])
+        delay_s, times_s = self._settings.token_delay_s, tuple(completion.token_times_s)
+        if delay_s:
+            times_s = tuple([time_s + delay_s for time_s in times_s])
         (sent, routed, replica), sequence = self._sent.pop(generation), completion.sequence
         self._router.ended(routed, replica)
         num_prompt = sequence.num_prompt_tokens

@@ -248,8 +248,8 @@ class Scheduler:
         self._scheduled = None
         running, block_size = SequenceStatus.RUNNING, self.kv.block_size
         full: list[Sequence] = []
-        for seq in schedule.decodes:
-            if seq.status is running and not (postponed and seq in postponed):
+        for seq in schedule.decodes if not postponed else [seq for seq in schedule.decodes if seq not in postponed]:
+            if seq.status is running:
                 seq.num_computed_tokens = end = seq.num_computed_tokens + 1
                 if not end % block_size:
                     full.append(seq)
