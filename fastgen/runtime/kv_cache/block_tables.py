@@ -45,12 +45,12 @@ class Allocation(NamedTuple):
     copies: list[BlockCopy]
 
 
-def held_entries(seq: Sequence, first: int = 0) -> list[TableEntry]:
-    """Returns the entries of the block tables of ``seq``, from index ``first`` on, that hold a block."""
+def held_entries(seq: Sequence) -> list[TableEntry]:
+    """Returns every entry of the block tables of ``seq`` that holds a block."""
     return [
         TableEntry(group, index, block_id)
         for group, table in enumerate(seq.block_tables)
-        for index, block_id in enumerate(table[first:], first)
+        for index, block_id in enumerate(table)
         if block_id != PADDING_BLOCK
     ]
 

@@ -6,7 +6,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
-from fastgen.runtime.kv_cache.block_tables import BlockCopy, BlockUpdate, held_entries
+from fastgen.runtime.kv_cache.block_pool import PADDING_BLOCK
+from fastgen.runtime.kv_cache.block_tables import BlockCopy, BlockUpdate
 from fastgen.runtime.requests.request import Request, Sequence, SequenceStatus
 
 _urgency = attrgetter("urgency")
@@ -103,8 +104,10 @@ class RunningSet:
         assert slot is not None
         if not self.has_device:
             return
-        for group, index, block_id in held_entries(seq, first):
-            self._updates[slot, group, index] = BlockUpdate(slot, group, index, block_id)
+        for group, table in enumerate(seq.block_tables):
+            for index in range(first, len(table)):
+                if table[index] != PADDING_BLOCK:
+                    self._updates[slot, group, index] = BlockUpdate(slot, group, index, table[index])
         for group, index, _, block_id in copies:
             self._updates[slot, group, index] = BlockUpdate(slot, group, index, block_id)
 

@@ -231,7 +231,7 @@ class History:
             self.seen["no room"] += 1
             return False
         assert allocation is not None
-        appended = held_entries(seq, allocation.first)
+        appended = [entry for entry in held_entries(seq) if entry.table_index >= allocation.first]
         given = [*(entry.block_id for entry in appended), *(copy.destination for copy in allocation.copies)]
         assert len(given) == len(set(given)) == needed
         assert references.keys().isdisjoint(given)
