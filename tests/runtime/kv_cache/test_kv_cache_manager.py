@@ -129,7 +129,9 @@ def test_random_histories(seed):
                     assert seq.block_tables == before
                 else:
                     assert allocation.first == (len(before[0]) if before else 0)
-                    assert sum(map(len, seq.block_tables)) - held == max(0, blocks_for(seq.num_computed_tokens + n) - held)
+                    assert sum(map(len, seq.block_tables)) - held == max(
+                        0, blocks_for(seq.num_computed_tokens + n) - held
+                    )
                     for table, old in zip(seq.block_tables, before, strict=False):  # there may be none before
                         assert table[: len(old)] == old
             case "compute" if before:
