@@ -38,6 +38,18 @@ def test_time_passes_as_the_cost_model_says() -> None:
     assert len(second.output().token_ids) == 128
 
 
+def test_a_counted_answer_that_is_cancelled_has_the_times_of_its_tokens() -> None:
+    device = SimulatedServer(COST, token_budget=64, max_num_seqs=8, num_blocks=50, makes_tokens=False)
+    first, second = [device.engine.submit([1, 2, 3], SamplingParams(max_new_tokens=20)) for _ in range(2)]
+    for _ in range(5):
+        device.engine.step()
+    device.engine.cancel(first)
+    device.run()
+    times_s = second.completions[0].token_times_s
+    assert (len(times_s), second.completions[0].finish_reason) == (20, "length")
+    assert first.completions[0].token_times_s == times_s[:5]
+
+
 def test_noise_follows_the_seed() -> None:
     arrivals = [Arrival(0.0, [1] * 10, SamplingParams(max_new_tokens=50))]
     gaps = [server(noise=noise).serve(arrivals)[0].output().metrics.gaps_s for noise in (0.1, 0.1, 0.0)]

@@ -77,10 +77,11 @@ class Replica:
 
     def step(self) -> None:
         """Runs the next step. The clock shows then when the one after it may begin."""
-        self.clock.now_s = self.next_step_s
-        self.engine.step()
-        self.clock.now_s += self._step_gap_s
-        self._resumes_s = self.clock.now_s + self.engine.idle_s
+        clock, engine = self.clock, self.engine
+        clock.now_s = max(clock.now_s, self._resumes_s)
+        engine.step()
+        clock.now_s += self._step_gap_s
+        self._resumes_s = clock.now_s + engine.idle_s
 
     def recording(self, model: str) -> Recording:
         """Returns the flight recording, if it ``records_flight``; else one without events."""

@@ -115,8 +115,8 @@ class Simulation:
         clients, replicas, delay_s = self._clients, self.replicas, self._settings.request_delay_s
         steps_s = [replica.next_step_s for replica in replicas]
         while True:
-            number = steps_s.index(min(steps_s))
-            step_s, arrival_s = replicas[number].next_step_s, clients.next_s + delay_s
+            step_s, arrival_s = min(steps_s), clients.next_s + delay_s
+            number = steps_s.index(step_s)
             if arrival_s <= step_s:
                 if arrival_s == float("inf"):
                     break
@@ -159,8 +159,9 @@ class Simulation:
     def _end(self, generation: Generation) -> None:
         (completion,) = generation.completions
         assert completion.error is None, completion.error
-        delay_s = self._settings.token_delay_s
-        times_s = tuple([time_s + delay_s for time_s in completion.token_times_s])
+        delay_s, times_s = self._settings.token_delay_s, tuple(completion.token_times_s)
+        if delay_s:
+            times_s = tuple([time_s + delay_s for time_s in times_s])
         (sent, routed, replica), sequence = self._sent.pop(generation), completion.sequence
         self._router.ended(routed, replica)
         num_prompt = sequence.num_prompt_tokens

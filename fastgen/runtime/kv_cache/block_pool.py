@@ -101,13 +101,15 @@ class BlockPool:
         """Returns ``num_blocks`` block ids with one reference each, or ``None`` with nothing changed where fewer are
         free.
         """
-        if num_blocks > self.num_free:
-            return None
-        for _ in range(num_blocks - len(self._free)):
-            self._evict()
-        first, references = len(self._free) - num_blocks, self._references
-        block_ids = self._free[first:][::-1]
-        del self._free[first:]
+        free, references = self._free, self._references
+        if num_blocks > len(free):
+            if num_blocks > self.num_free:
+                return None
+            for _ in range(num_blocks - len(free)):
+                self._evict()
+        first = len(free) - num_blocks
+        block_ids = free[first:][::-1]
+        del free[first:]
         for block_id in block_ids:
             references[block_id] = 1
         return block_ids

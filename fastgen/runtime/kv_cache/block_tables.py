@@ -39,9 +39,9 @@ class BlockCopy(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """The blocks ``appended`` to the tables of a sequence, and the ``copies`` of blocks that it shared."""
+    """The tables of a sequence have new blocks from entry ``first`` on, and ``copies`` of blocks that it shared."""
 
-    appended: list[TableEntry]
+    first: int
     copies: list[BlockCopy]
 
 

@@ -7,7 +7,7 @@ and the next step takes 5 more::
     token   0   1   2   3 | 4   5   6   7 | 8   9  10  11
             <----- computed ----->|<-- this step --->|     num_computed_tokens = 6, num_tokens = 12
     table [       7       |       2       |       5       ]
-                                              appended: allocate(seq, 5) -> [(group 0, index 2, block 5)]
+                                              appended by allocate(seq, 5), which returns first=2
 
 Nothing is reserved for tokens that are not generated yet. The last token of a request is never computed, because
 nothing follows it. So a prompt of ``p`` tokens and ``m`` new ones fill at most ``p + m - 1`` places of each group.
@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from itertools import islice, repeat
+from itertools import islice
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.kv_cache.block_pool import PADDING_BLOCK, BlockPool
@@ -153,9 +153,9 @@ class KVCacheManager:
         """
         num_held = len(seq.block_tables[0]) if seq.block_tables else 0
         end = -(-(seq.num_computed_tokens + num_new_tokens) // self.block_size)
+        num_appended = max(0, end - num_held)
         shared = self._shared_entries(seq)
-        num_appended = max(0, end - num_held) * self.num_groups
-        block_ids = self.pool.allocate(num_appended + len(shared))
+        block_ids = self.pool.allocate(num_appended * self.num_groups + len(shared))
         if block_ids is None:
             if not self._deferred and not self.lookahead.holders:
                 return None
@@ -166,21 +166,17 @@ class KVCacheManager:
         self.may_share.discard(seq)
         if seq in self._looked_up:
             self._note_lookup(seq)
-        if not block_ids:
-            return Allocation([], [])
-        if not seq.block_tables:
-            seq.block_tables = [[] for _ in self.windows]
-        unused, indices = iter(block_ids), range(num_held, end)
-        appended: list[TableEntry] = []
-        for group, table in enumerate(seq.block_tables):
-            own = list(islice(unused, len(indices)))
-            table += own
-            appended += map(TableEntry, repeat(group), indices, own)
+        unused = iter(block_ids)
+        if num_appended:
+            if not seq.block_tables:
+                seq.block_tables = [[] for _ in self.windows]
+            for table in seq.block_tables:
+                table += islice(unused, num_appended)
         copies = [BlockCopy(*entry, next(unused)) for entry in shared]
         for copy in copies:
             seq.block_tables[copy.group][copy.table_index] = copy.destination
             self._pending_copies[copy] = seq
-        return Allocation(appended, copies)
+        return Allocation(num_held, copies)
 
     @property
     def pending_copies(self) -> tuple[BlockCopy, ...]:
@@ -375,9 +371,9 @@ class KVCacheManager:
 
     def _shared_entries(self, seq: Sequence) -> list[TableEntry]:
         """Returns the blocks that the next token of ``seq`` goes into and that others hold too."""
-        index, offset = divmod(seq.num_computed_tokens, self.block_size)
-        if not offset or seq not in self.may_share:
+        if seq not in self.may_share or not seq.num_computed_tokens % self.block_size:
             return []
+        index = seq.num_computed_tokens // self.block_size
         entries = [TableEntry(group, index, table[index]) for group, table in enumerate(seq.block_tables)]
         return [entry for entry in entries if self.pool.is_shared(entry.block_id)]
 

@@ -1,12 +1,12 @@
-"""Lookahead blocks: blocks that decodes get before they need them."""
+"""The next blocks of decodes: given when they are needed, or before, as lookahead blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
 
 from fastgen.runtime.kv_cache.block_pool import BlockPool
-from fastgen.runtime.kv_cache.block_tables import BlockUpdate
 from fastgen.runtime.requests.request import Sequence
 
 _key = attrgetter("key")
@@ -25,9 +25,9 @@ class LookaheadBlocks:
     def num_blocks(self) -> int:
         return self._num_groups * len(self.holders)
 
-    def give(self, decodes: Iterable[Sequence]) -> list[BlockUpdate]:
+    def give(self, decodes: Iterable[Sequence]) -> list[Sequence]:
         """Gives a lookahead block to each of ``decodes`` that has none and will need it, or to none where the free
-        blocks do not suffice. Returns the block updates for the device.
+        blocks do not suffice. Returns those that got one.
         """
         block_size, holders = self._block_size, self.holders
         lacking = [
@@ -37,25 +37,30 @@ class LookaheadBlocks:
             and seq.num_computed_tokens % block_size  # otherwise it reaches the block that it has just been given
             and len(seq.block_tables[0]) * block_size + 1 < seq.num_prompt_tokens + seq.request.sampling.max_new_tokens
         ]
-        unused = iter(self._pool.allocate(len(lacking) * self._num_groups) or ())
-        updates = []
-        for seq, block_id in zip(lacking, unused, strict=False):
-            assert seq.slot is not None
-            for group, table in enumerate(seq.block_tables):
-                if group:
-                    block_id = next(unused)
-                updates.append(BlockUpdate(seq.slot, group, len(table), block_id))
-                table.append(block_id)
-            holders.add(seq)
-        return updates
+        if not self.append(lacking):
+            return []
+        self.holders.update(lacking)
+        return lacking
 
     def use(self, decodes: list[Sequence]) -> list[Sequence]:
-        """Returns those of ``decodes`` without a lookahead block; all of them need their next block now."""
-        if not self.holders:
-            return decodes
-        lacking = [seq for seq in decodes if seq not in self.holders]
+        """Returns those of ``decodes``, all of which have filled their blocks, that lack a block for their next token.
+        Others have one of a step that failed, or a lookahead block, which they reach now.
+        """
         self.holders.difference_update(decodes)
-        return lacking
+        return [seq for seq in decodes if len(seq.block_tables[0]) * self._block_size == seq.num_computed_tokens]
+
+    def append(self, decodes: SequenceOf[Sequence]) -> bool:
+        """Appends a block to each table of each of ``decodes``; or none, and returns ``False``, where the free blocks
+        do not suffice.
+        """
+        block_ids = self._pool.allocate(len(decodes) * self._num_groups)
+        if block_ids is None:
+            return False
+        unused = iter(block_ids)
+        for seq in decodes:
+            for table in seq.block_tables:
+                table.append(next(unused))
+        return True
 
     def take_back(self) -> None:
         """Frees all lookahead blocks."""

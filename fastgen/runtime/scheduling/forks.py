@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
-from fastgen.runtime.kv_cache.block_tables import held_entries
+from fastgen.runtime.kv_cache.block_tables import BlockUpdate, held_entries
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Sequence, SequenceStatus
 from fastgen.runtime.scheduling.running_set import RunningSet
@@ -114,10 +114,11 @@ class Forks:
         assert parent.status is SequenceStatus.RUNNING, f"{parent} cannot be forked"
         child.token_ids[:] = parent.token_ids
         if child.status is SequenceStatus.RUNNING:
-            before = set(held_entries(child))
+            before, slot = set(held_entries(child)), child.slot
+            assert slot is not None
             self._kv.free(child)
             self._kv.fork(parent, child, parent.num_computed_tokens)
-            self._running.add_entries(child, [entry for entry in held_entries(child) if entry not in before])
+            self._running.add_updates(BlockUpdate(slot, *entry) for entry in held_entries(child) if entry not in before)
         else:
             self._waiting.remove(child)
             self._kv.fork(parent, child, parent.num_computed_tokens)

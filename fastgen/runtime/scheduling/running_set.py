@@ -6,7 +6,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
-from fastgen.runtime.kv_cache.block_tables import BlockUpdate, TableEntry, held_entries
+from fastgen.runtime.kv_cache.block_pool import PADDING_BLOCK
+from fastgen.runtime.kv_cache.block_tables import BlockCopy, BlockUpdate
 from fastgen.runtime.requests.request import Request, Sequence, SequenceStatus
 
 _urgency = attrgetter("urgency")
@@ -95,13 +96,19 @@ class RunningSet:
         if seq.request.has_beams and all(beam.slot is None for beam in seq.request.sequences):
             del self._searches[seq.key[0]]
 
-    def add_entries(self, seq: Sequence, entries: Iterable[TableEntry]) -> None:
-        """Adds these entries of the tables of ``seq`` to the updates for the device."""
+    def add_blocks(self, seq: Sequence, first: int = 0, copies: Iterable[BlockCopy] = ()) -> None:
+        """Adds to the updates for the device the blocks in the tables of ``seq`` from index ``first`` on, and the
+        destinations of ``copies``.
+        """
         slot = seq.slot
         assert slot is not None
         if not self.has_device:
             return
-        for group, index, block_id in entries:
+        for group, table in enumerate(seq.block_tables):
+            for index in range(first, len(table)):
+                if table[index] != PADDING_BLOCK:
+                    self._updates[slot, group, index] = BlockUpdate(slot, group, index, table[index])
+        for group, index, _, block_id in copies:
             self._updates[slot, group, index] = BlockUpdate(slot, group, index, block_id)
 
     def add_updates(self, updates: Iterable[BlockUpdate]) -> None:
@@ -152,4 +159,4 @@ class RunningSet:
         seq.status = SequenceStatus.RUNNING
         if seq.request.has_beams:
             self._searches[seq.key[0]] = seq.request
-        self.add_entries(seq, held_entries(seq))
+        self.add_blocks(seq)

@@ -31,7 +31,6 @@ from itertools import islice
 from operator import attrgetter
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.kv_cache.block_tables import TableEntry
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request, Sequence, SequenceStatus
 from fastgen.runtime.requests.sampling_params import SamplingParams
@@ -47,8 +46,7 @@ from fastgen.runtime.scheduling.staggering import Staggering
 from fastgen.runtime.scheduling.step_room import StepRoom
 from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S, WaitingQueue
 
-_urgency, _token_ids = attrgetter("urgency"), attrgetter("token_ids")
-_num_computed_tokens = attrgetter("num_computed_tokens")
+_urgency = attrgetter("urgency")
 
 
 class Scheduler:
@@ -249,9 +247,9 @@ class Scheduler:
         self._scheduled = None
         running, block_size = SequenceStatus.RUNNING, self.kv.block_size
         full: list[Sequence] = []
-        for seq, position in zip(schedule.decodes, schedule.positions, strict=True):
-            if seq.status is running and not (postponed and seq in postponed):
-                seq.num_computed_tokens = end = position + 1
+        for seq in schedule.decodes if not postponed else [seq for seq in schedule.decodes if seq not in postponed]:
+            if seq.status is running:
+                seq.num_computed_tokens = end = seq.num_computed_tokens + 1
                 if not end % block_size:
                     full.append(seq)
         self.staggering.advance(full, len(schedule.decodes))
@@ -318,19 +316,22 @@ class Scheduler:
         """Allocates blocks for the next token of every decode, or of as many decodes as there are blocks for."""
         block_size = self.kv.block_size
         decodes = self.running.pending_decodes
-        wanting = [seq for seq in decodes if not seq.num_computed_tokens % block_size]
-        num_wanting = len(wanting)
-        wanting = self.kv.lookahead.use(wanting)
+        full = [seq for seq in decodes if not seq.num_computed_tokens % block_size]
+        wanting = sorted(self.kv.lookahead.use(full), key=_urgency)
+        if self.kv.lookahead.append(wanting):
+            for seq in wanting:
+                self.running.add_blocks(seq, len(seq.block_tables[0]) - 1)
+            wanting = []
         if self.forks.forked:
             wanting += [seq for seq in self.forks.forked if seq.num_computed_tokens % block_size]
-        wanting.sort(key=_urgency)
+            wanting.sort(key=_urgency)
         for seq in wanting:
             # The least urgent are preempted first, so they are less urgent than all that have their block.
             while seq.status is SequenceStatus.RUNNING and not self._allocate(seq, 1):
                 preempted += self._preemption.preempt_least_urgent(self._now_s)
         self.forks.forked.clear()
         if not preempted and not self.running.prompts:
-            self.staggering.give_lookahead(decodes, num_wanting)
+            self.staggering.give_lookahead(decodes, len(full))
 
     def _give_prompts(self, plan: StepPlan, room: StepRoom, *, may_admit: bool) -> list[ScheduledTokens]:
         """Returns chunks of the most urgent prompts, until places or blocks run out."""
@@ -404,16 +405,14 @@ class Scheduler:
             num_places = room.limit_drafts(self.token_budget - tokens_of(decodes, chunks))
             decodes, drafted = with_drafts(decodes, num_places, self._propose_drafts, self._allocate)
             chunks += drafted
-        positions = tuple(map(_num_computed_tokens, decodes))
-        if sum(map(len, map(_token_ids, decodes))) != sum(positions) + len(decodes):
-            caught_up = [seq for seq in decodes if seq.num_pending_tokens != 1]
-            raise AssertionError(f"neither given a token nor finished after their last step: {caught_up}")
+        caught_up = [seq for seq in decodes if len(seq.token_ids) - seq.num_computed_tokens != 1]
+        assert not caught_up, f"neither given a token nor finished after their last step: {caught_up}"
         num_tokens = tokens_of(decodes, chunks)
         assert 0 < num_tokens <= self.token_budget, f"{self.policy} made a step of {num_tokens} tokens"
         self._is_launched = False
         self._scheduled = Schedule(
             decodes=tuple(decodes),
-            positions=positions,
+            positions=tuple([seq.num_computed_tokens for seq in decodes]),
             chunks=tuple(chunks),
             block_updates=self.running.block_updates,
             block_copies=self.kv.pending_copies,
@@ -429,10 +428,7 @@ class Scheduler:
         if allocation is None:
             return False
         if seq.slot is not None:
-            self.running.add_entries(seq, allocation.appended)
-            if allocation.copies:
-                copied = (TableEntry(copy.group, copy.table_index, copy.destination) for copy in allocation.copies)
-                self.running.add_entries(seq, copied)
+            self.running.add_blocks(seq, *allocation)
         return True
 
     def _note_prompt(self, seq: Sequence) -> None:

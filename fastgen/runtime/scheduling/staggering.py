@@ -39,14 +39,15 @@ class Staggering:
         need a new block in this step.
         """
         kv, num_decodes = self._kv, len(decodes)
-        share = self._share(num_decodes)
-        if num_decodes < self.starts_from or num_wanting > _MANY_TIMES * share:
+        if num_decodes < self.starts_from:
             return
-        if kv.pool.num_free < 2 * kv.num_groups * num_decodes:
+        share = self._share(num_decodes)
+        if num_wanting > _MANY_TIMES * share or kv.pool.num_free < 2 * kv.num_groups * num_decodes:
             return
         first = self.next_lookahead if self.next_lookahead < num_decodes else 0
         self.next_lookahead = first + share
-        self._running.add_updates(kv.lookahead.give(decodes[first : self.next_lookahead]))
+        for seq in kv.lookahead.give(decodes[first : self.next_lookahead]):
+            self._running.add_blocks(seq, len(seq.block_tables[0]) - 1)
 
     def _share(self, num_decodes: int) -> int:
         """Returns how many decodes are served in a step, so that all have their turn before they need the next

@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 
 from fastgen.runtime.kv_cache.block_pool import PADDING_BLOCK
-from fastgen.runtime.kv_cache.block_tables import BlockCopy, max_blocks_held
+from fastgen.runtime.kv_cache.block_tables import BlockCopy, held_entries, max_blocks_held
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request, Sequence
 from fastgen.runtime.requests.sampling_params import SamplingParams
@@ -231,16 +231,17 @@ class History:
             self.seen["no room"] += 1
             return False
         assert allocation is not None
-        given = [*(entry.block_id for entry in allocation.appended), *(copy.destination for copy in allocation.copies)]
+        appended = [entry for entry in held_entries(seq) if entry.table_index >= allocation.first]
+        given = [*(entry.block_id for entry in appended), *(copy.destination for copy in allocation.copies)]
         assert len(given) == len(set(given)) == needed
         assert references.keys().isdisjoint(given)
         assert PADDING_BLOCK not in given
-        assert [entry[:2] for entry in allocation.appended] == [
+        assert [entry[:2] for entry in appended] == [
             (group, index) for group in range(len(self.windows)) for index in range(num_held, end)
         ]
         assert [copy[:3] for copy in allocation.copies] == [(group, index, to_copy[group]) for group in sorted(to_copy)]
         for group, table in enumerate(seq.block_tables):
-            changed = {entry.table_index: entry.block_id for entry in allocation.appended if entry.group == group}
+            changed = {entry.table_index: entry.block_id for entry in appended if entry.group == group}
             changed |= {copy.table_index: copy.destination for copy in allocation.copies if copy.group == group}
             old = dict(enumerate(tables[group] if tables else []))
             assert dict(enumerate(table)) == old | changed

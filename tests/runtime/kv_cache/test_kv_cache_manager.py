@@ -21,14 +21,16 @@ def test_tables_grow_by_whole_blocks():
     """The picture of the module: 6 tokens computed in 2 blocks of 4, and a step of 5 more appends a third."""
     kv = KVCacheManager(num_blocks=8, block_size=4)
     seq = sequence(12)
-    first = kv.allocate(seq, 6).appended
-    assert [(group, index) for group, index, _ in first] == [(0, 0), (0, 1)]
+    assert kv.allocate(seq, 6) == Allocation(0, [])
+    first = list(seq.block_tables[0])
+    assert len(first) == 2
     seq.num_computed_tokens = 6
-    assert kv.allocate(seq, 2) == Allocation([], [])
-    third = kv.allocate(seq, 5).appended
-    assert [(group, index) for group, index, _ in third] == [(0, 2)]
-    assert kv.allocate(seq, 5) == Allocation([], [])  # asked again, as after a step that failed
-    assert seq.block_tables == [[block_id for _, _, block_id in first + third]]
+    assert kv.allocate(seq, 2) == Allocation(2, [])
+    assert seq.block_tables == [first]
+    assert kv.allocate(seq, 5) == Allocation(2, [])
+    assert (seq.block_tables[0][:2], len(seq.block_tables[0])) == (first, 3)
+    assert kv.allocate(seq, 5) == Allocation(3, [])  # asked again, as after a step that failed
+    assert len(set(seq.block_tables[0])) == 3
     kv.check_integrity([seq])
     kv.free(seq)
     assert seq.block_tables == []
@@ -40,11 +42,9 @@ def test_tables_grow_by_whole_blocks():
 def test_groups_get_their_blocks_together_or_not_at_all():
     kv = KVCacheManager(num_blocks=9, block_size=2, windows=(None,) * 3)  # 8 usable: 2 for each group, and 2 left over
     seq = sequence()
-    appended = kv.allocate(seq, 3).appended
-    assert sorted((group, index) for group, index, _ in appended) == [(g, i) for g in range(3) for i in range(2)]
-    for group, index, block_id in appended:
-        assert seq.block_tables[group][index] == block_id
+    assert kv.allocate(seq, 3) == Allocation(0, [])
     tables = [list(table) for table in seq.block_tables]
+    assert [len(table) for table in tables] == [2, 2, 2]
     assert kv.pool.num_free == 2
     assert kv.allocate(seq, 5) is None
     assert (kv.pool.num_free, seq.block_tables) == (2, tables)
@@ -128,10 +128,10 @@ def test_random_histories(seed):
                     assert allocation is None
                     assert seq.block_tables == before
                 else:
-                    appended = allocation.appended
-                    assert len(appended) == max(0, blocks_for(seq.num_computed_tokens + n) - held)
-                    for group, index, block_id in appended:
-                        assert seq.block_tables[group][index] == block_id
+                    assert allocation.first == (len(before[0]) if before else 0)
+                    assert sum(map(len, seq.block_tables)) - held == max(
+                        0, blocks_for(seq.num_computed_tokens + n) - held
+                    )
                     for table, old in zip(seq.block_tables, before, strict=False):  # there may be none before
                         assert table[: len(old)] == old
             case "compute" if before:
@@ -189,8 +189,8 @@ def test_full_blocks_are_found_by_prompts_that_begin_alike_but_for_the_last_toke
     assert kv.pool.num_free == 17  # those that the second holds are not free, the third is cached
     assert kv.attach_cached(whole) == kv.attach_cached(second) == [TableEntry(0, i, table[i]) for i in range(2)]
     assert whole.num_computed_tokens == 8  # its last block is computed again, in a block of its own
-    appended = compute(kv, whole, 4).appended
-    assert appended[0].block_id != table[2]
+    assert compute(kv, whole, 4).first == 2
+    assert whole.block_tables[0][2] != table[2]
     kv.detach(second)
     assert (second.block_tables, second.num_computed_tokens, second.num_cached_tokens) == ([], 0, 0)
     assert vars(kv.prefix_cache.statistics) == {
@@ -247,18 +247,18 @@ def test_a_fork_is_copied_when_one_of_the_two_writes():
     sources = [table[1] for table in parent.block_tables]
     allocation = kv.allocate(child, 1)
     destinations = [table[1] for table in child.block_tables]
-    assert allocation.appended == []
-    assert allocation.copies == [BlockCopy(group, 1, sources[group], destinations[group]) for group in range(2)]
+    copies = [BlockCopy(group, 1, sources[group], destinations[group]) for group in range(2)]
+    assert allocation == Allocation(2, copies)
     assert set(destinations).isdisjoint(sources)
     assert [table[1] for table in parent.block_tables] == sources
     # the step fails: the next one owes the same copies, and until they are made the parent must not write either
-    assert kv.allocate(child, 1) == Allocation([], [])
+    assert kv.allocate(child, 1) == Allocation(2, [])
     assert kv.pending_copies == tuple(allocation.copies)
     kv.check_integrity([parent, child])
     assert kv.max_tokens(parent) == 4 * (2 + (3 - 2) // 2) - 6
     kv.copies_done(kv.pending_copies)
     assert kv.pending_copies == ()
-    assert kv.allocate(parent, 1) == Allocation([], [])  # it is the only holder now
+    assert kv.allocate(parent, 1) == Allocation(2, [])  # it is the only holder now
     kv.check_integrity([parent, child])
 
 
@@ -272,7 +272,7 @@ def test_a_block_that_is_shared_is_not_taken_from_those_that_still_need_it():
     kv.check_integrity([parent, child])
     kv.free(parent)
     assert kv.max_tokens(child) == 2
-    assert kv.allocate(child, 1) == Allocation([], [])
+    assert kv.allocate(child, 1) == Allocation(2, [])
     kv.free(child)
     assert kv.pool.num_free == 2
 

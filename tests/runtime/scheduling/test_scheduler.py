@@ -501,6 +501,19 @@ def test_prompts_admitted_by_a_failed_step_do_not_block_each_other():
     assert taken(step(scheduler)) == [(1, 8, 4)]
 
 
+def test_decodes_get_their_next_blocks_once_though_the_step_is_made_again():
+    scheduler = make(token_budget=16)
+    seqs = [add(scheduler, request_id, 4) for request_id in range(3)]  # each fills a block of 4
+    step(scheduler)
+    failed = planned(scheduler)
+    tables = [list(seq.block_tables[0]) for seq in seqs]
+    assert [len(table) for table in tables] == [2, 2, 2]
+    assert [update[2:] for update in failed.block_updates] == [(1, table[1]) for table in tables]
+    assert planned(scheduler).block_updates == failed.block_updates
+    assert [seq.block_tables[0] for seq in seqs] == tables
+    scheduler.check_integrity()
+
+
 @pytest.mark.parametrize("failing_call", [1, 2, 3])
 def test_an_admission_that_fails_changes_nothing(monkeypatch, failing_call):
     scheduler = make(token_budget=16)
