@@ -38,7 +38,7 @@ _ROWS = {"table": "tables", "matrix": "matrices"}
 _BLOCK_SIZE = 16  # where sizes do not depend on it
 # Numbers of tokens, or of rows, between which kernels' results are recorded: more than kernels for few rows take, which
 # may compute two ops at once, and leave no result between them.
-_FEW = (65, 66)
+_MANY = (65, 66)
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,8 @@ class MeasuredModel:
         blocks of ``block_size``.
         """
         if self.runs_kernels:  # they allocate results for the step's tokens and nothing else
+            if num_tokens < _MANY[0]:
+                return self._recorded(num_tokens, num_tokens, _BLOCK_SIZE)
             return self._line_of_tokens(num_tokens)
         windows = [each for each in kv_windows(self.build.spec) if each is not None]
         if not windows and length % block_size == 0 and length >= num_tokens:
@@ -152,7 +154,7 @@ class MeasuredModel:
             hidden, out = self._hidden(num_rows), torch.empty(num_rows, self.build.spec.vocab_size, device=META)
             return allocations_of(lambda: model.logits(hidden.new_empty(hidden.shape), out=out))
 
-        return LinearAllocations.through(record, *_FEW)
+        return LinearAllocations.through(record, *_MANY)
 
     @cached_property
     def _head(self) -> LinearAllocations:
@@ -162,7 +164,7 @@ class MeasuredModel:
             hidden = self._hidden(num_rows)
             return allocations_of(lambda: model.logits(hidden))
 
-        return LinearAllocations.through(record, *_FEW)
+        return LinearAllocations.through(record, *_MANY)
 
     def _hidden(self, num_rows: int) -> Tensor:
         return torch.empty(num_rows, self.build.spec.hidden_size, dtype=self.build.activation_dtype, device=META)
@@ -173,7 +175,7 @@ class MeasuredModel:
 
     @cached_property
     def _line_of_tokens(self) -> LinearAllocations:
-        return LinearAllocations.through(lambda count: self._record(count, count, _BLOCK_SIZE), *_FEW)
+        return LinearAllocations.through(lambda count: self._record(count, count, _BLOCK_SIZE), *_MANY)
 
     def _line_of_blocks(self, num_tokens: int, block_size: int) -> LinearAllocations:
         """Returns what a chunk takes at the end of a sequence that fills any number of blocks."""
@@ -208,7 +210,7 @@ class MeasuredModel:
 
     def _model(
         self,
-        max_rows: int = _FEW[-1],
+        max_rows: int = _MANY[-1],
         max_num_seqs: int = 1,
         block_size: int = _BLOCK_SIZE,
         max_model_len: int = 1,

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.lab.report.made_runs import fill
 
 
+@pytest.mark.slow  # tests/lab/report draws the same
 def test_a_report_is_written_and_the_table_printed(run, tmp_path: Path) -> None:
     fill(tmp_path)
     done = run("bench", "report", str(tmp_path), "--title", "of two policies")

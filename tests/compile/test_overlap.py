@@ -98,7 +98,7 @@ def check_instructions(specs: list[KernelSpec], directory: Path) -> None:
         assert all(place < wait for place in fetches), spec
 
 
-@pytest.mark.parametrize("name", cases(OF_A_DECODE, fast=("norm", "projection and sum with rotation", "gate and up")))
+@pytest.mark.parametrize("name", cases(OF_A_DECODE, fast=("norm", "projection and sum with rotation")))
 def test_kernels_of_a_decode_fetch_weights_wait_and_then_read(name: str, tmp_path: Path) -> None:
     check_instructions(OF_A_DECODE[name], tmp_path)
 
