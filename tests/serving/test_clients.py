@@ -277,9 +277,12 @@ def another_program(answer: bytes) -> Iterator[str]:
         with suppress(OSError):
             while True:
                 connection, _ = listener.accept()
-                with connection:
+                with connection, suppress(ConnectionError):
                     connection.recv(1 << 16)
                     connection.sendall(answer)
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(1 << 16):  # closed with bytes to read, it would be reset
+                        pass
 
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as threads:
         threads.submit(serve)

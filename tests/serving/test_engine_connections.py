@@ -33,7 +33,7 @@ from fastgen.serving.engine.process import EngineLoop
 from fastgen.serving.engine.remote_socket import RemoteAddress, connect, remote_socket
 
 MAX_ITERATIONS = 20_000
-END = 120
+END = 1000
 
 
 @dataclass
