@@ -115,6 +115,7 @@ def test_what_cannot_be_served_is_refused_by_the_engine_and_nothing_is_left_of_i
     assert live.service.engine.num_open == 0
 
 
+@pytest.mark.slow  # test_storm kills one under load
 def test_kill_fails_what_is_in_the_engine_and_another_gives_the_same_answers(live: Live) -> None:
     asked = SamplingParams(max_new_tokens=20, temperature=0.9, seed=3)
     expected = whole(live.run(live.submit(asked).output()))

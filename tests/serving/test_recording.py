@@ -128,6 +128,7 @@ def test_replicas_that_are_gone_do_not_hide_the_recordings_of_the_others() -> No
     assert (lost.status_code, "what answered 'b' is gone" in lost.text) == (404, True)
 
 
+@pytest.mark.slow  # test_open_paths asks every path for its key
 def test_it_needs_the_key() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTGEN_API_KEY", "secret")
