@@ -61,7 +61,7 @@ def test_processors_in_the_order_of_generate(model: Any, target: str, seed: int)
         bias = settings.pop("bias", None)
         logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(rng.getrandbits(31))) * 3
 
-        config = GenerationConfig(do_sample=True, num_beams=1, **settings)
+        config = GenerationConfig(do_sample=True, num_beams=1, num_return_sequences=1, **settings)
         if bias is not None:
             config.sequence_bias = [[[token_id], bias] for token_id in biased]
         config._eos_token_tensor = torch.tensor([EOS])
