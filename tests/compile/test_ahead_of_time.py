@@ -79,7 +79,7 @@ def test_what_is_wrong_with_a_build(changed: Mapping[str, Any], said: list[str])
 
 @pytest.mark.slow
 def test_kernels_of_every_recipe_and_weight_format_are_wanted_each_once() -> None:
-    """Of each format those are: rows looked up, products of few rows, and weights dequantized for the library."""
+    """Each format needs kernels that look up rows, multiply few rows, and dequantize weights for the library."""
     hopper = wanted("sm_90", models(config for _, config in CONFIGS.values()))
     names = {listed.recipe.name for listed in list_recipes()}
     assert {name for recipes in hopper.values() for name in recipes} == names

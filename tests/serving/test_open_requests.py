@@ -1,4 +1,4 @@
-"""The open requests of a server: what the watcher is told of the reports of an engine."""
+"""Reports of an engine, and how the server's open requests hand them to the watcher."""
 
 from __future__ import annotations
 

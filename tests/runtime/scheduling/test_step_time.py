@@ -97,7 +97,7 @@ def test_a_lasting_change_is_learned() -> None:
 
 
 def test_chunks_of_one_length_are_known_however_their_context_grows() -> None:
-    """Their context and their pairs grow together then, so what each costs cannot be told apart."""
+    """The context and the pairs of such chunks grow together, so the model cannot tell their costs apart."""
     model, rng = StepTimeModel(), random.Random(8)
     for start in range(0, 48_000, 48):
         work = StepWork(16, 16 * 300, 0).with_chunk(start, 48)

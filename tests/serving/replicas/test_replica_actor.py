@@ -222,37 +222,23 @@ def test_a_request_that_comes_while_a_replica_ends_is_finished(engine: PlayedEng
     run(test)
 
 
+@pytest.mark.parametrize("num_open", [0, 1])
 def test_a_replica_without_servers_ends_with_its_last_request(
-    engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch
+    engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch, num_open: int
 ) -> None:
     monkeypatch.setattr(replica, "_LAST_NEWS_S", WAIT_S)
 
     async def test() -> None:
         async with attached(engine) as (ends, server):
             await until(lambda: server.beats)
-            engine.report(num_open=1)
+            engine.report(num_open=num_open)
             ending = asyncio.create_task(EngineReplica.__del__(ends))
             server.link.close()
             await until(lambda: not ends._servers)
-            await asyncio.sleep(0)
-            assert not ending.done()
-            engine.report(num_open=0)
-            await ending
-            assert engine.is_stopped
-
-    run(test)
-
-
-def test_a_replica_without_servers_and_requests_ends_at_once(
-    engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replica, "_LAST_NEWS_S", WAIT_S)
-
-    async def test() -> None:
-        async with attached(engine) as (ends, server):
-            await until(lambda: server.beats)
-            ending = asyncio.create_task(EngineReplica.__del__(ends))
-            server.link.close()
+            if num_open:
+                await asyncio.sleep(0)
+                assert not ending.done()
+                engine.report(num_open=0)
             await ending
             assert engine.is_stopped
 
