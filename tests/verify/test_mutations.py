@@ -28,6 +28,7 @@ def assert_rates(row: Row) -> None:
     assert row.num_right >= MIN_RIGHT * row.num_rejected, row
 
 
+@pytest.mark.slow
 def test_the_page_is_of_all_recipes_and_holds_the_rates() -> None:
     rows = mutation_report.read()
     assert rows.keys() == shipped().keys()

@@ -97,6 +97,7 @@ def test_a_request_is_explained_whatever_replicas_answered_its_prompts(replicas:
     assert len(found.headers["x-request-numbers"].split()) < len(PROMPTS)
 
 
+@pytest.mark.slow
 def test_a_killed_replica_loses_no_request_that_had_not_begun_and_returns(
     replicas: ServerProcess, llm: fastgen.LLM
 ) -> None:
