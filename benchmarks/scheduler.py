@@ -2,10 +2,9 @@
 
 ``python -m benchmarks.scheduler [--output FILE]`` prints the figures and, with ``--output``, keeps them as JSON with
 the machine and the date. The two queue lengths take turns, so that a change of the machine's speed affects both. The
-prompts have one length, so all decodes need a new block in the same step, which is the worst case; with a prefix cache
-each full block is published too. The same steps are timed without staggering, in turns with it, to show what it gains.
-So is a snapshot of the scheduler. Without it a recording could not be replayed once its first step has left the ring.
-No model and no device are needed.
+prompts have one length, so all decodes need a new block in the same step, which is the worst case. A snapshot of the
+scheduler is timed too. Without it a recording could not be replayed once its first step has left the ring. No model and
+no device are needed.
 """
 
 from __future__ import annotations
@@ -43,12 +42,10 @@ PROMPT = list(range(24))
 class Steps:
     """Holds a scheduler with ``NUM_DECODES`` decoding sequences and requests queued behind them; times its steps."""
 
-    def __init__(self, num_queued: int, num_classes: int, *, prefix_caching: bool = True, staggers: bool = True):
+    def __init__(self, num_queued: int, num_classes: int, *, prefix_caching: bool = True):
         num_blocks = 1 + NUM_DECODES * (2 + (NUM_STEPS + len(PROMPT)) // BLOCK_SIZE)
         kv = KVCacheManager(num_blocks, BLOCK_SIZE, max_chunk=8192, prefix_caching=prefix_caching)
         self.scheduler = Scheduler(kv, token_budget=8192, max_num_seqs=NUM_DECODES)
-        if not staggers:
-            self.scheduler.staggering.starts_from = NUM_DECODES + 1
         self.times_s: list[float] = []
         for request_id in range(NUM_DECODES):
             self.scheduler.add(Request(request_id, [request_id, *PROMPT], SAMPLING, 0.0))
@@ -74,12 +71,6 @@ class Steps:
 def step_times_us(num_classes: int = 1, *, prefix_caching: bool = True) -> dict[int, dict[str, float]]:
     """Returns the times of ``schedule`` and ``commit`` together, by how many requests are queued."""
     return _in_turns({queued: Steps(queued, num_classes, prefix_caching=prefix_caching) for queued in QUEUED})
-
-
-def staggering_step_us(*, prefix_caching: bool) -> dict[str, dict[str, float]]:
-    """Returns the times of the same steps with and without staggering."""
-    ways = {"with": True, "without": False}
-    return _in_turns({way: Steps(QUEUED[0], 1, prefix_caching=prefix_caching, staggers=ways[way]) for way in ways})
 
 
 def snapshots() -> dict[int, dict[str, float]]:
@@ -168,8 +159,6 @@ def main() -> None:
         "num_decodes": NUM_DECODES,
         "step_us_by_queued": step_us,
         "step_us_by_queued_without_prefix_cache": step_times_us(prefix_caching=False),
-        "staggering_step_us": staggering_step_us(prefix_caching=True),
-        "staggering_step_us_without_prefix_cache": staggering_step_us(prefix_caching=False),
         "snapshots_by_queued": snapshots(),
         "step_ratio": round(step_us[QUEUED[1]]["median_us"] / step_us[QUEUED[0]]["median_us"], 3),
         "step_us_by_queued_in_100_classes": step_times_us(num_classes=100),

@@ -21,7 +21,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.outputs import FinishReason
 
 FORMAT = "fastgen flight recording"
-VERSION = 6
+VERSION = 7
 # Strict, for :mod:`fastgen.runtime.flight.recording_file`: no number as a string, and no unknown field.
 _STRICT = {"extra": "forbid", "strict": True}
 
@@ -317,7 +317,6 @@ class Snapshot:
     kind: Literal["snapshot"] = "snapshot"
     step: int
     num_opened: int
-    next_lookahead: int
     now_s: float
     # The policy's learned state.
     policy: tuple[float, ...]
@@ -336,8 +335,6 @@ class Snapshot:
     copies: tuple[tuple[str, Copy], ...]
     private: tuple[str, ...]
     may_share: tuple[str, ...]
-    deferred: tuple[str, ...]
-    lookahead: tuple[str, ...]
 
 
 Event = Arrival | Step | Finish | Blocks | Beams | Withdrawal | Snapshot

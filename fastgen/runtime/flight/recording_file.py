@@ -135,9 +135,7 @@ def _sequences(event: Event) -> Iterator[str]:
         yield from (state.sequence for state in event.sequences)
         yield from (each.sequence for each in event.waiting)
         yield from (name for names in (event.decodes, event.prompts, event.held, event.forked) for name in names)
-        yield from (
-            name for names in (event.private, event.may_share, event.deferred, event.lookahead) for name in names
-        )
+        yield from (name for names in (event.private, event.may_share) for name in names)
         yield from (name for name, _ in event.copies)
     elif isinstance(event, Withdrawal):
         yield f"{event.request}.0"

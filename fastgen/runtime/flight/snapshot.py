@@ -42,7 +42,7 @@ class SchedulerState:
     def __init__(self, scheduler: Scheduler, step: int):
         running, waiting, kv = scheduler.running, scheduler.waiting, scheduler.kv
         self.step = step
-        self.num_opened, self.next_lookahead, self.now_s = scheduler.place
+        self.num_opened, self.now_s = scheduler.place
         self.policy = scheduler.policy.learned
         self.kv: KVState = kv.state()
         self.nodes = [] if kv.prefix_cache is None else [(node, node.block_ids) for node in kv.prefix_cache.nodes]
@@ -75,7 +75,6 @@ class SchedulerState:
         return Snapshot(
             step=self.step,
             num_opened=self.num_opened,
-            next_lookahead=self.next_lookahead,
             now_s=self.now_s,
             policy=self.policy,
             free=tuple(self.kv.free),
@@ -110,8 +109,6 @@ class SchedulerState:
             copies=tuple((seq.name, Copy(*copy)) for copy, seq in self.kv.copies),
             private=_names(self.kv.private),
             may_share=_names(self.kv.may_share),
-            deferred=_names(self.kv.deferred),
-            lookahead=_names(self.kv.lookahead),
         )
 
 
@@ -153,8 +150,6 @@ def restore(scheduler: Scheduler, snapshot: Snapshot, sequences: Mapping[str, Se
             },
             private=found(snapshot.private),
             may_share=found(snapshot.may_share),
-            deferred=found(snapshot.deferred),
-            lookahead=found(snapshot.lookahead),
             copies=[(BlockCopy(*copy), sequences[name]) for name, copy in snapshot.copies],
         ),
         [entry.block_id for seq in found((*snapshot.decodes, *snapshot.prompts)) for entry in held_entries(seq)],
@@ -173,7 +168,7 @@ def restore(scheduler: Scheduler, snapshot: Snapshot, sequences: Mapping[str, Se
         scheduler.running,
     )
     scheduler.forks.forked.update(found(snapshot.forked))
-    scheduler.place = (snapshot.num_opened, snapshot.next_lookahead, snapshot.now_s)
+    scheduler.place = (snapshot.num_opened, snapshot.now_s)
     scheduler.policy.recall(snapshot.policy)
 
 

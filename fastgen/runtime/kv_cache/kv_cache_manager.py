@@ -26,12 +26,6 @@ padding block, and tables keep their length. With ``P = 4`` and ``w = 6``, after
     table [       0       |       2       |       5       |  9
 
 Blocks that a window leaves behind are freed whenever the sequence has filled a block, not token by token.
-
-**Staggering.** Many decodes may fill a block in the same step, and serving all of them at once takes longer than the
-rest of scheduling. So with many decodes, a few in each step get a *lookahead block*: the block that they will need
-next. It is taken back when another sequence needs a block. Blocks of an answer are published when the answer ends, or
-its sequence is preempted or forked, and not while it is generated. With windows, freeing blocks is *deferred* as well
-and done for a few decodes in each step.
 """
 
 from __future__ import annotations
@@ -50,7 +44,6 @@ from fastgen.runtime.kv_cache.block_tables import (
 )
 from fastgen.runtime.kv_cache.capacity import Capacity
 from fastgen.runtime.kv_cache.kv_state import KVState
-from fastgen.runtime.kv_cache.lookahead_blocks import LookaheadBlocks
 from fastgen.runtime.kv_cache.prefix_cache import PrefixCache, PrefixNode, first_seen_block
 from fastgen.runtime.requests.request import Sequence
 
@@ -94,18 +87,15 @@ class KVCacheManager:
         self._pending_copies: dict[BlockCopy, Sequence] = {}
         # Sequences that hold cached blocks, but have no places for more tokens yet.
         self._looked_up: set[Sequence] = set()
-        # Decodes that have filled a block since their last `advance`, in that order.
-        self._deferred: dict[Sequence, None] = {}
-        self.lookahead = LookaheadBlocks(self.pool, block_size, len(windows))
 
     @property
     def num_free(self) -> int:
-        """Returns how many blocks can be allocated now, lookahead blocks included."""
-        return self.pool.num_free + self.lookahead.num_blocks
+        """Returns how many blocks can be allocated now."""
+        return self.pool.num_free
 
     def max_tokens(self, seq: Sequence) -> int:
         """Returns how many tokens beyond the computed ones ``seq`` can place if it gets all blocks that are free."""
-        num_held = (len(seq.block_tables[0]) if seq.block_tables else 0) - (seq in self.lookahead.holders)
+        num_held = len(seq.block_tables[0]) if seq.block_tables else 0
         num_free = self.num_free - len(self._shared_entries(seq))
         if num_free < 0:  # too few even for the copies that its next token needs
             return 0
@@ -123,7 +113,6 @@ class KVCacheManager:
         """
         if self._looks_up(seq):
             assert self.prefix_cache is not None
-            self.advance_deferred()
             assert not seq.num_computed_tokens, f"{seq} has computed tokens already"
             node = self.prefix_cache.find(seq.token_ids, (seq.num_tokens - 1) // self.block_size)
             seq.num_computed_tokens = node.depth * self.block_size
@@ -157,12 +146,7 @@ class KVCacheManager:
         shared = self._shared_entries(seq)
         block_ids = self.pool.allocate(num_appended * self.num_groups + len(shared))
         if block_ids is None:
-            if not self._deferred and not self.lookahead.holders:
-                return None
-            self.flush()
-            return self.allocate(seq, num_new_tokens)
-        if end >= num_held:
-            self.lookahead.holders.discard(seq)
+            return None
         self.may_share.discard(seq)
         if seq in self._looked_up:
             self._note_lookup(seq)
@@ -177,6 +161,19 @@ class KVCacheManager:
             seq.block_tables[copy.group][copy.table_index] = copy.destination
             self._pending_copies[copy] = seq
         return Allocation(num_held, copies)
+
+    def append_blocks(self, decodes: SequenceOf[Sequence]) -> bool:
+        """Appends a block to each table of each of ``decodes``, whose blocks are full. Appends none and returns
+        ``False`` where the free blocks do not suffice.
+        """
+        block_ids = self.pool.allocate(len(decodes) * self.num_groups)
+        if block_ids is None:
+            return False
+        unused = iter(block_ids)
+        for seq in decodes:
+            for table in seq.block_tables:
+                table.append(next(unused))
+        return True
 
     @property
     def pending_copies(self) -> tuple[BlockCopy, ...]:
@@ -195,7 +192,6 @@ class KVCacheManager:
         ``num_computed_tokens`` has grown; it does nothing unless a block was filled since the last call.
         """
         num_full = seq.num_computed_tokens // self.block_size
-        self._deferred.pop(seq, None)
         if self.prefix_cache is not None:
             self._publish(seq, num_full)
         if not self._has_windows:
@@ -210,24 +206,15 @@ class KVCacheManager:
         for entry in left:
             seq.block_tables[entry.group][entry.table_index] = PADDING_BLOCK
 
-    def defer_advance(self, decodes: Iterable[Sequence]) -> None:
-        """Defers :meth:`advance` for ``decodes``, each of which has filled a block. Without windows there is nothing to
-        free, and blocks are published when the sequence ends, is preempted or forked: until then no prompt can ask
-        for its answer.
+    def advance_decode(self, seq: Sequence) -> None:
+        """Frees what no later token of ``seq``, a decode that has filled a block, sees.
+
+        The block itself is published when the sequence ends, is preempted or forked: hardly a prompt asks for an answer
+        before, and publishing block by block costs many decodes more than the rest of scheduling. Windows need it at
+        once, since what they leave behind is published first.
         """
         if self._has_windows:
-            self._deferred.update(dict.fromkeys(decodes))
-
-    def advance_deferred(self, most: int | None = None) -> None:
-        """Calls the deferred :meth:`advance` of at most ``most`` sequences, or of all."""
-        for seq in tuple(islice(self._deferred, most)) if self._deferred else ():
             self.advance(seq)
-
-    def flush(self) -> None:
-        """Does everything deferred, and takes back all lookahead blocks."""
-        self.advance_deferred()
-        if self.lookahead.holders:
-            self.lookahead.take_back()
 
     def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
         """Returns whether ``parent`` has computed its first ``num_tokens`` tokens and still has the blocks for
@@ -279,7 +266,6 @@ class KVCacheManager:
         """
         if self.prefix_cache is None or not seq.block_tables:
             return
-        self.advance_deferred()
         node = self._nodes.get(seq, self.prefix_cache.root)
         branch = set() if node is self.prefix_cache.root else self.prefix_cache.branch(node)
         block_ids = sorted(block_id for each in branch for block_id in each.block_ids if block_id != PADDING_BLOCK)
@@ -293,8 +279,6 @@ class KVCacheManager:
     def free(self, seq: Sequence) -> None:
         """Frees everything that ``seq`` holds. Of the blocks that stay cached, its last ones are evicted first."""
         self._publish_all(seq)
-        self._deferred.pop(seq, None)
-        self.lookahead.holders.discard(seq)
         if self._pending_copies:
             self.copies_done([copy for copy, owner in self._pending_copies.items() if owner is seq])
         tables = reversed(list(zip(*seq.block_tables, strict=True)))
@@ -314,8 +298,6 @@ class KVCacheManager:
             nodes=dict(self._nodes),
             private=list(self._private),
             may_share=list(self.may_share),
-            deferred=list(self._deferred),
-            lookahead=list(self.lookahead.holders),
             copies=list(self._pending_copies.items()),
         )
 
@@ -330,8 +312,6 @@ class KVCacheManager:
             self._stand_at(seq, node)
         self._private.update(state.private)
         self.may_share.update(state.may_share)
-        self._deferred.update(dict.fromkeys(state.deferred))
-        self.lookahead.holders.update(state.lookahead)
         self._pending_copies.update(state.copies)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
@@ -350,17 +330,14 @@ class KVCacheManager:
             num_full = seq.num_computed_tokens // self.block_size
             for table, window in zip(seq.block_tables, self.windows, strict=False):
                 first = first_seen_block(num_full, window, self.block_size)
-                is_left = seq in self._deferred or not any(table[:first])
-                assert is_left, f"{seq}: blocks left behind by a window of {window}: {table[:first]}"
+                assert not any(table[:first]), f"{seq}: blocks left behind by a window of {window}: {table[:first]}"
                 assert all(table[first:]), f"{seq}: blocks missing from its table: {table}"
         for copy, owner in self._pending_copies.items():
             assert owner.block_tables[copy.group][copy.table_index] == copy.destination, (
                 f"{owner} has no use for {copy}"
             )
         assert self._looked_up.issubset(sequences), f"neither admitted nor detached: {self._looked_up}"
-        self.lookahead.check_integrity()
-        known = self.may_share.union(self._nodes, self._private, self._pending_copies.values(), self._deferred)
-        known |= self.lookahead.holders
+        known = self.may_share.union(self._nodes, self._private, self._pending_copies.values())
         holders = {seq for seq in sequences if seq.block_tables}
         assert known <= holders, f"remembered and hold nothing: {known - holders}"
         if self.prefix_cache is not None:
@@ -404,7 +381,7 @@ class KVCacheManager:
             cache.move_user_down(before, node)
 
     def _publish_all(self, seq: Sequence) -> None:
-        """Publishes the full blocks of ``seq`` whose publication was deferred."""
+        """Publishes all full blocks of ``seq``."""
         if self.prefix_cache is not None and seq.block_tables:
             self._publish(seq, seq.num_computed_tokens // self.block_size)
 

@@ -18,6 +18,4 @@ class KVState:
     nodes: dict[Sequence, PrefixNode]
     private: list[Sequence]
     may_share: list[Sequence]
-    deferred: list[Sequence]
-    lookahead: list[Sequence]
     copies: list[tuple[BlockCopy, Sequence]]

@@ -42,7 +42,6 @@ from fastgen.runtime.scheduling.preemption import Preemption
 from fastgen.runtime.scheduling.reservations import Reservations
 from fastgen.runtime.scheduling.running_set import RunningSet
 from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens, tokens_of
-from fastgen.runtime.scheduling.staggering import Staggering
 from fastgen.runtime.scheduling.step_room import StepRoom
 from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S, WaitingQueue
 
@@ -100,7 +99,6 @@ class Scheduler:
         self._scheduled: Schedule | None = None
         self._is_launched = self._is_ahead = False
         self._last_request_id: int | None = None
-        self.staggering = Staggering(kv, self.running)
         self._now_s = 0.0
 
     def use_policy(self, policy: Policy) -> None:
@@ -112,13 +110,13 @@ class Scheduler:
         self.policy, self.resumes_at_s, self._num_opened = copy.deepcopy(policy), None, 0
 
     @property
-    def place(self) -> tuple[int, int, float]:
-        """Returns the open admissions, the next decode to get a lookahead block, and the clock, for snapshots."""
-        return self._num_opened, self.staggering.next_lookahead, self._now_s
+    def place(self) -> tuple[int, float]:
+        """Returns the open admissions and the clock, for snapshots."""
+        return self._num_opened, self._now_s
 
     @place.setter
-    def place(self, place: tuple[int, int, float]) -> None:
-        self._num_opened, self.staggering.next_lookahead, self._now_s = place
+    def place(self, place: tuple[int, float]) -> None:
+        self._num_opened, self._now_s = place
 
     @property
     def num_waiting(self) -> int:
@@ -195,8 +193,6 @@ class Scheduler:
             self.resumes_at_s = until_s
             return None
         self.waiting.age(now_s)  # the head of the queue stays the same, so the policy does not wait now either
-        if self.running.prompts or (self.waiting and self.running.num_free_slots):
-            self.kv.flush()  # prompts can use all free blocks and all published prefixes
         preempted: list[Sequence] = []
         self._make_way(preempted)
         plan = self._plan(preempted)
@@ -246,13 +242,11 @@ class Scheduler:
             self.launched(schedule)
         self._scheduled = None
         running, block_size = SequenceStatus.RUNNING, self.kv.block_size
-        full: list[Sequence] = []
         for seq in schedule.decodes if not postponed else [seq for seq in schedule.decodes if seq not in postponed]:
             if seq.status is running:
                 seq.num_computed_tokens = end = seq.num_computed_tokens + 1
                 if not end % block_size:
-                    full.append(seq)
-        self.staggering.advance(full, len(schedule.decodes))
+                    self.kv.advance_decode(seq)
         for chunk in schedule.chunks:
             seq = chunk.seq
             if seq.status is running:
@@ -317,8 +311,10 @@ class Scheduler:
         block_size = self.kv.block_size
         decodes = self.running.pending_decodes
         full = [seq for seq in decodes if not seq.num_computed_tokens % block_size]
-        wanting = sorted(self.kv.lookahead.use(full), key=_urgency)
-        if self.kv.lookahead.append(wanting):
+        # Others have a block already, of a step that failed.
+        wanting = [seq for seq in full if len(seq.block_tables[0]) * block_size == seq.num_computed_tokens]
+        wanting.sort(key=_urgency)
+        if self.kv.append_blocks(wanting):
             for seq in wanting:
                 self.running.add_blocks(seq, len(seq.block_tables[0]) - 1)
             wanting = []
@@ -330,8 +326,6 @@ class Scheduler:
             while seq.status is SequenceStatus.RUNNING and not self._allocate(seq, 1):
                 preempted += self._preemption.preempt_least_urgent(self._now_s)
         self.forks.forked.clear()
-        if not preempted and not self.running.prompts:
-            self.staggering.give_lookahead(decodes, len(full))
 
     def _give_prompts(self, plan: StepPlan, room: StepRoom, *, may_admit: bool) -> list[ScheduledTokens]:
         """Returns chunks of the most urgent prompts, until places or blocks run out."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fastgen.errors import RecordingError
-from fastgen.runtime.flight.recording import Recording
+from fastgen.runtime.flight.recording import VERSION, Recording
 from fastgen.runtime.flight.recording_file import read_recording, write_recording
 from tests.runtime.histories import random_history
 
@@ -55,7 +55,7 @@ def _move(lines: Lines, kind: str, to: int) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Lines], object], str]] = {
     "no header": (lambda lines: lines.pop(0), r":1: no flight recording of fastgen: this line is not a header"),
-    "another version": (lambda lines: lines[0].update(version=99), r":1: .*version 99, this fastgen reads 6; use"),
+    "another version": (lambda lines: lines[0].update(version=99), rf":1: .*version 99, this fastgen reads {VERSION};"),
     "a size left out": (lambda lines: lines[0]["engine"].pop("block_size"), r":1: engine.block_size: Field required"),
     "a field too many": (lambda lines: lines[0].update(colour="red"), r":1: colour: Unexpected keyword"),
     "a kind unknown": (lambda lines: lines[1].update(kind="departure"), r":2: Input tag 'departure'"),

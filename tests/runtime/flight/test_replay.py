@@ -14,7 +14,6 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.flight.recording import Arrival, Beams, Recording, Snapshot, Step, Withdrawal
 from fastgen.runtime.flight.recording_file import read_recording, write_recording
 from fastgen.runtime.flight.replay import first_difference, replay
-from fastgen.runtime.scheduling import staggering
 from fastgen.runtime.scheduling.policies import POLICIES, choose_policy, make_policy, policy_name
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
 from fastgen.runtime.scheduling.policies.time_budget import TimeBudgetSplitFuse
@@ -208,12 +207,8 @@ def test_a_continued_chat_finds_its_own_answer() -> None:
     assert first_difference(recording) is None
 
 
-@pytest.mark.parametrize("starts_from", [1, 64])
 @pytest.mark.parametrize("seed", cases(range(40), fast=range(15)))
-def test_a_ring_that_wrapped_is_replayed_from_a_snapshot(
-    seed: int, starts_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staggering, "STARTS_FROM", starts_from)
+def test_a_ring_that_wrapped_is_replayed_from_a_snapshot(seed: int, tmp_path: Path) -> None:
     history = random_history(random.Random(seed), **options(seed))
     history.record_with(max_steps=40)
     history.live(150)

@@ -144,7 +144,7 @@ def test_beams_that_the_cache_cannot_hold_at_full_length_are_refused() -> None:
 
 
 def test_the_pool_is_never_asked_for_more_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reserved blocks are there when they are used, also while others have pending copies and lookahead blocks."""
+    """Reserved blocks are there when they are used, also while others have pending copies."""
     refused = []
     allocate = BlockPool.allocate
 

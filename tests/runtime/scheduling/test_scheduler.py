@@ -319,6 +319,34 @@ def test_finishing_frees_at_once_in_every_state():
     assert scheduler.schedule() is None
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_an_answer_is_found_when_it_has_ended(windows: tuple[int | None, ...]) -> None:
+    kv = KVCacheManager(100, 4, windows, max_chunk=32, prefix_caching=True)
+    scheduler = Scheduler(kv, token_budget=32, max_num_seqs=16)
+    prompt = [1, 2, 3, 4, 5]
+
+    def answer(request_id: int, prompt: list[int]) -> Sequence:
+        """Returns an answer of 14 tokens, the last of which is never computed."""
+        request = Request(request_id, prompt, SamplingParams(max_new_tokens=14), 0.0)
+        scheduler.add(request)
+        (seq,) = request.sequences
+        for number in range(14):
+            while seq.num_pending_tokens:
+                schedule = scheduler.schedule()
+                assert schedule is not None
+                scheduler.commit(schedule)
+                scheduler.check_integrity()
+            seq.token_ids.append(10 + number)
+        scheduler.finish(seq)
+        scheduler.check_integrity()
+        return seq
+
+    first = answer(0, prompt)
+    assert first.num_cached_tokens == 0
+    again = answer(1, [*first.token_ids, 7])
+    assert again.num_cached_tokens == 16  # of 18 computed
+
+
 def test_a_sequence_cancelled_during_its_step_is_ignored():
     scheduler = make()
     kept, cancelled = add(scheduler, 0, 4), add(scheduler, 1, 4)
