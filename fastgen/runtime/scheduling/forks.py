@@ -112,11 +112,10 @@ class Forks:
         the same blocks. The earlier state of the child is dropped.
         """
         assert parent.status is SequenceStatus.RUNNING, f"{parent} cannot be forked"
-        child.token_ids[:] = parent.token_ids
         if child.status is SequenceStatus.RUNNING:
             before, slot = set(held_entries(child)), child.slot
             assert slot is not None
-            self._kv.free(child)
+            self._kv.free(child)  # publishes its blocks, so its tokens are still those that they were computed from
             self._kv.fork(parent, child, parent.num_computed_tokens)
             self._running.add_updates(BlockUpdate(slot, *entry) for entry in held_entries(child) if entry not in before)
         else:
@@ -124,6 +123,7 @@ class Forks:
             self._kv.fork(parent, child, parent.num_computed_tokens)
             child.urgency = (*parent.urgency[:2], child.index)
             self._running.add_decode(child)
+        child.token_ids[:] = parent.token_ids
         self.forked.add(child)
 
     def suspend(self, beam: Sequence) -> None:

@@ -10,8 +10,9 @@ from fastgen.runtime.scheduling.scheduler import Scheduler
 from tests.runtime.scheduling.test_scheduler import taken
 
 
-def make(*, num_blocks: int = 101, max_num_seqs: int = 4) -> Scheduler:
-    return Scheduler(KVCacheManager(num_blocks, 4), token_budget=16, max_num_seqs=max_num_seqs)
+def make(*, num_blocks: int = 101, max_num_seqs: int = 4, prefix_caching: bool = False) -> Scheduler:
+    kv = KVCacheManager(num_blocks, 4, prefix_caching=prefix_caching)
+    return Scheduler(kv, token_budget=16, max_num_seqs=max_num_seqs)
 
 
 def add(
@@ -73,6 +74,25 @@ def test_a_fork_has_its_parents_tokens_and_blocks_and_copies_what_it_writes_into
         (third.slot, 1, copied)
     ]
     assert third.token_ids[:-1] == second.token_ids[:-1]
+
+
+def test_a_beam_that_is_forked_leaves_its_blocks_in_the_cache_under_its_own_tokens() -> None:
+    scheduler = make(prefix_caching=True)
+    first, second = add(scheduler, 0, 2, beam_width=2)
+    step(scheduler)
+    scheduler.forks.fork(first, second)
+    second.token_ids[-1] = 8
+    for _ in range(3):
+        step(scheduler)
+    before = {tuple(beam.token_ids[:4]): beam.block_tables[0][0] for beam in (first, second)}
+    assert len(before) == len(set(before.values())) == 2
+    scheduler.forks.fork(second, first)
+    cache = scheduler.kv.prefix_cache
+    assert cache is not None
+    assert {token_ids: cache.find(token_ids, 1).block_ids for token_ids in before} == {
+        token_ids: (block_id,) for token_ids, block_id in before.items()
+    }
+    scheduler.check_integrity()
 
 
 def test_a_beam_that_waits_for_its_search_takes_no_part_in_a_step() -> None:
