@@ -26,7 +26,6 @@ import transformers
 
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
-from fastgen.errors import RequestTooLargeError
 from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
@@ -145,22 +144,16 @@ def load_cramped(directory: Path, scenario: Scenario, pool: list[Drawn]) -> LLM:
     """An engine with a cache for little more than the largest request."""
     with fastgen.load(directory, **scenario.load, num_threads=1) as roomy:
         assert roomy._engine is not None
-        engine, pool_of_blocks = roomy._engine, roomy._engine.scheduler.kv.pool
-        block_bytes = engine.runner.kv_cache.size_bytes // roomy.config.num_blocks
-        num_blocks, pool_of_blocks.num_blocks = pool_of_blocks.num_blocks, 2
+        scheduler = roomy._engine.scheduler
+        block_bytes = roomy._engine.runner.kv_cache.size_bytes // roomy.config.num_blocks
+        needed = 0
         for drawn in pool:
-            while not _fits(engine, drawn):
-                pool_of_blocks.num_blocks += 1
-        needed, pool_of_blocks.num_blocks = pool_of_blocks.num_blocks, num_blocks
-    return fastgen.load(directory, **scenario.load, num_threads=1, kv_cache_memory=(needed + needed // 8) * block_bytes)
-
-
-def _fits(engine: Engine, drawn: Drawn) -> bool:
-    try:
-        engine.check(drawn.prompt, drawn.sampling)
-    except RequestTooLargeError:
-        return False
-    return True
+            num_prompt, sampling = len(drawn.prompt), drawn.sampling
+            num_tokens = num_prompt + sampling.max_new_tokens - 1
+            needed = max(needed, scheduler.kv.capacity.blocks_needed(num_tokens))
+            needed = max(needed, scheduler.forks.blocks_needed(num_prompt, num_tokens, sampling.beam_width))
+    num_blocks = 1 + needed + needed // 8  # one is for padding
+    return fastgen.load(directory, **scenario.load, num_threads=1, kv_cache_memory=num_blocks * block_bytes)
 
 
 class Soak:
