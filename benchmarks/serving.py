@@ -13,8 +13,8 @@ long ones. Of short and long ones there are as many as take ``LLM`` five seconds
 the HTTP client keeps 128 connections open.
 
 The machine's limits are measured before and after every run. A round is steady if they moved by at most 15 % during
-each run and from run to run. The printed loss is the median over at least six steady rounds of the throughput that HTTP
-loses in a round, with the least and the greatest.
+each run and from run to run. Rounds end when six were steady, or after ``N``. The printed loss is the median over at
+least six steady rounds of the throughput that HTTP loses in a round, with the least and the greatest.
 
 The time to the first token is that of single requests to an idle engine: ``LLM`` and the server get one each in turn.
 The printed first-token time is the median over rounds of the median over these pairs.
@@ -46,7 +46,7 @@ from typing import Any
 
 import fastgen
 from benchmarks.cpu.calibration import Calibration
-from benchmarks.cpu.evidence import Data, Figure, Lack, around, evidence, is_close, was_steady
+from benchmarks.cpu.evidence import LEAST_STEADY, Data, Figure, Lack, around, evidence, is_close, was_steady
 from benchmarks.cpu.models import write_model
 from benchmarks.cpu.results import commit, now
 from fastgen.lab.machine import processor
@@ -263,20 +263,20 @@ def served(model: str, flags: Sequence[str] = FLAGS, *, says: bool = False) -> I
             process.send_signal(signal.SIGTERM)
 
 
-def compare(model: str, name: str, kind: Kind, num_rounds: int, calibration: Calibration) -> Data:
-    """Measures all sides in turns. Raises ``RuntimeError`` where answers differ."""
+def compare(model: str, name: str, kind: Kind, most_rounds: int, calibration: Calibration) -> Data:
+    """Measures all sides in turns, until enough rounds were steady. Raises ``RuntimeError`` where answers differ."""
     rounds: list[Data] = []
     with library(model) as llm:
         rate = llm.throughput(NUM_AT_A_TIME, kind).tokens_per_s / kind.num_answer
     num_requests = max(NUM_AT_A_TIME, round(rate * kind.least_s))
-    for number in range(num_rounds):
+    while len(rounds) < most_rounds and sum(map(is_steady_round, rounds)) < LEAST_STEADY:
         with library(model) as llm, served(model) as port:
             sides: dict[str, Callable[[], Throughput]] = {
                 "library": partial(llm.throughput, num_requests, kind),
                 "http": partial(http_throughput, port, model, num_requests, kind, is_stream=False),
                 "http stream": partial(http_throughput, port, model, num_requests, kind, is_stream=True),
             }
-            first = number % len(SIDES)
+            first = len(rounds) % len(SIDES)
             measured: dict[str, Throughput] = {}
             found: Data = {"date": now(), "commit": commit(), "sides": {}}
             before = calibration.measure()
@@ -296,7 +296,7 @@ def compare(model: str, name: str, kind: Kind, num_rounds: int, calibration: Cal
         rounds.append(found)
         printed = ", ".join(f"{side} {measured[side].tokens_per_s:.0f}" for side in SIDES)
         firsts = " and ".join(f"{statistics.median(each):.2f}" for each in zip(*found["first_token_ms"], strict=True))
-        print(f"{name} round {number + 1}: tokens/s: {printed}; first token: {firsts} ms", file=sys.stderr, flush=True)
+        print(f"{name} round {len(rounds)}: tokens/s: {printed}; first token: {firsts} ms", file=sys.stderr, flush=True)
     return {"model": name, "requests": num_requests, "rounds": rounds}
 
 
@@ -336,7 +336,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="tiny-llama,llama-110m", help="built-in ones, or of benchmarks.cpu.models")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of requests: " + ", ".join(KINDS))
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=4 * LEAST_STEADY, help="rounds after which to give up")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--library", metavar="MODEL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -46,6 +46,7 @@ def render(results: Path = RESULTS) -> str:
     template = environment.from_string((ROOT / "tools" / "status.md.j2").read_text())
     return template.render(
         newest=lambda kind: newest(results, kind),
+        turns=all_turns(results),
         has=lambda kind: bool(files(results, kind)),
         losses=losses,
         speeds=speeds,
@@ -70,6 +71,15 @@ def newest(results: Path, kind: str) -> dict[str, Any]:
     path = files(results, kind)[-1]
     data: dict[str, Any] = json.loads(path.read_text())
     return data | {"link": f"[{path.stem}](../benchmarks/results/{path.name})"}
+
+
+def all_turns(results: Path) -> dict[str, Any]:
+    """Returns the turns of all files of ``cpu_turns``, in which each has other formats, with their ``link``."""
+    datas = [json.loads(each.read_text()) for each in files(results, "cpu_turns")]
+    links = [f"[{each.stem}](../benchmarks/results/{each.name})" for each in files(results, "cpu_turns")]
+    turns = [turn for data in datas for turn in data["turns"]]
+    engines = {name: facts for data in datas for name, facts in data["engines"].items()}
+    return datas[-1] | {"turns": turns, "engines": engines, "link": ", ".join(links)}
 
 
 def spread(values: Sequence[float], shape: str = "{:g}") -> str:
@@ -168,9 +178,7 @@ def row_of_readme(text: str, words: str) -> str:
 
 def main() -> None:
     PAGE.write_text(render())
-    README.write_text(
-        row_of_readme(README.read_text(), headline(newest(RESULTS, "cpu_turns"), newest(RESULTS, "cpu_models")))
-    )
+    README.write_text(row_of_readme(README.read_text(), headline(all_turns(RESULTS), newest(RESULTS, "cpu_models"))))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 
 from tests.benchmarks.test_cpu_report import turn
 from tests.benchmarks.test_serving_benchmark import a_round
-from tools.status import PAGE, README, RESULTS, doubts, headline, newest, render, row_of_readme
+from tools.status import PAGE, README, RESULTS, all_turns, doubts, headline, newest, render, row_of_readme
 
 
 def test_the_page_is_made_of_the_results() -> None:
@@ -20,7 +20,7 @@ def test_the_page_is_made_of_the_results() -> None:
 
 def test_the_readme_says_of_speed_what_the_results_say() -> None:
     text = README.read_text()
-    assert row_of_readme(text, headline(newest(RESULTS, "cpu_turns"), newest(RESULTS, "cpu_models"))) == text, (
+    assert row_of_readme(text, headline(all_turns(RESULTS), newest(RESULTS, "cpu_models"))) == text, (
         "run `python -m tools.status`"
     )
     with pytest.raises(ValueError, match="0 rows"):
