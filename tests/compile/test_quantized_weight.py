@@ -77,6 +77,17 @@ def test_rows_are_worth_what_the_product_takes_them_for(weight_format: WeightOnl
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("largest", [0.0, 3e-45, 5e-43, 2e-42, 1e-38, 1e-28])
+def test_rows_of_tiny_weights_stay_tiny(weight_format: WeightOnlyFormat, largest: float) -> None:
+    """A scale that is denormal or zero makes no NaN of a row that is almost zero, as an unused token's may be."""
+    weight = drawn(3, 40).clamp(-1, 1)
+    weight[1] = largest * weight[1] / weight[1].abs().max()
+    rows = quantized(weight, weight_format).rows(slice(None))
+    assert ((rows[1] - weight[1]).abs() <= largest).all()
+    assert rows[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
 def test_a_quantized_weight_is_dequantized_for_the_library(
     loader: KernelLoader, weight_format: WeightOnlyFormat
 ) -> None:

@@ -137,14 +137,33 @@ def test_what_a_target_does_not_know() -> None:
     )
 
 
-def test_a_weight_that_16_bits_cannot_hold(tmp_path: Path) -> None:
-    """Codes could; what is made of them for many rows could not."""
+def with_weight(value: float, directory: Path) -> Path:
+    """A model with this number in its head."""
     from safetensors.torch import load_file, save_file
 
-    directory = save_checkpoint("llama", tmp_path)
+    save_checkpoint("llama", directory)
     file = directory / "model.safetensors"
     tensors = load_file(file)
-    tensors["lm_head.weight"][3, 3] = 1e5
+    tensors["lm_head.weight"][3, 3] = value
     save_file(tensors, file, metadata={"format": "pt"})
+    return directory
+
+
+def test_a_weight_that_16_bits_cannot_hold(tmp_path: Path) -> None:
+    """Codes could; what is made of them for many rows could not."""
+    directory = with_weight(1e5, tmp_path)
     with pytest.raises(fastgen.errors.CheckpointError, match=r"reaches 100000 .*torch.float16 cannot hold"):
         fastgen.load(directory, **SIZES | {"dtype": "float16", "target": "torch", "quantize": "int8_weight_only"})
+
+
+@pytest.mark.parametrize(("target", "quantize"), [("torch", "int4_weight_only"), ("cpp", "int4")])
+def test_a_weight_that_no_scale_in_16_bits_holds(tmp_path: Path, target: str, quantize: str) -> None:
+    """Its group's scale would be infinite."""
+    options = SIZES | {"target": target, "quantize": quantize}
+    fastgen.load(with_weight(-524159, tmp_path), **options).close()
+    directory = with_weight(-524160, tmp_path)
+    message = (
+        rf"'lm_head.weight' reaches 524160 \(torch.float32\), which the scales of '{quantize}', in float16, cannot"
+    )
+    with pytest.raises(fastgen.errors.CheckpointError, match=message):
+        fastgen.load(directory, **options)

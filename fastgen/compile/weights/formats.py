@@ -27,6 +27,8 @@ QUANTIZED: dict[str, tuple[QuantizedFormat, ...]] = {
 QUANTIZED_BY_ROWS: tuple[QuantizedFormat, ...] = ("int8",)
 # Formats with a scale for each output.
 SCALED_BY_OUTPUT: tuple[QuantizedFormat, ...] = ("int8", "int8_weight_only", "fp8_weight_only")
+# Formats with a scale in fp16 for each group.
+SCALED_BY_GROUP: tuple[QuantizedFormat, ...] = ("int4", "int4_weight_only")
 # Neighbouring values of a row that share a scale, in formats with several scales a row.
 GROUP = 32
 _SMALLEST = 1e-30  # rows of smaller values are quantized to zero; 127 divided by them would overflow
@@ -55,6 +57,12 @@ def quantize_channels(weight: Tensor, largest: Tensor | None = None) -> Quantize
     return Quantized(torch.round(wide / scale.clamp(min=_SMALLEST)).to(torch.int8), scale)
 
 
+def group_scales(furthest: Tensor) -> Tensor:
+    """Returns the scales of groups whose values furthest from zero are these, in fp16; infinite where fp16 has no such
+    scale, from a magnitude of 524,160 on."""
+    return (furthest.float() / -8).half()
+
+
 def quantize_groups(weight: Tensor) -> Quantized:
     """Quantizes ``weight [out, in]`` to 4 bits with one scale, rounded to fp16, for each 32 of a row; codes −8 to 7.
 
@@ -63,7 +71,7 @@ def quantize_groups(weight: Tensor) -> Quantized:
     """
     wide = _pad(weight.float()).reshape(len(weight), -1, GROUP)
     furthest = wide.gather(2, wide.abs().argmax(2, keepdim=True))
-    scale = (furthest / -8).half().float()
+    scale = group_scales(furthest).float()
     codes = torch.round(wide / torch.where(scale == 0, 1.0, scale)).clamp(-8, 7)
     return Quantized(torch.where(scale == 0, 0.0, codes).to(torch.int8).flatten(1), scale.squeeze(2))
 

@@ -24,7 +24,8 @@ LANES = {"amx": 16, "avx512bf16": 16, "avx512vnni": 16, "avx512": 16, "avx2": 8,
 ARCHES_WITH_BF16_DOT = ("amx", "avx512bf16")
 # Instruction sets with a matrix unit. Its tiles of x have rows of 64 bytes.
 ARCHES_WITH_TILES = ("amx",)
-_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_dot": torch.bfloat16, "fp16": torch.float16}
+# The dtypes of weights that are not quantized.
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_dot": torch.bfloat16, "fp16": torch.float16}
 # Neighbouring weights of one output, where more than one.
 _STEPS = {"bf16_dot": 2, "int8": 4, "int4": GROUP}
 # Formats that a matrix unit multiplies, and the weights of one output that one tile of them has.
@@ -195,14 +196,14 @@ class PackedWeight:
         if self.format == "int4":
             return unpack_nibbles(self.panels[panels], self._lanes, self._panel)
         codes = self._view(self.panels[panels]).reshape(len(panels) * self._panel, -1)[:, : self.in_features]
-        if self.format in _FLOATS:
+        if self.format in FLOATS:
             return codes
         scale = self.scale.view(-1, self._panel)[panels].view(-1, 1)
         return Quantized(codes ^ -128 if self.format == "int8" else codes, scale)
 
     def _convert(self, rows: Tensor, largest: Tensor | None) -> Tensor | Quantized:
-        if self.format in _FLOATS:
-            return rows.to(_FLOATS[self.format])
+        if self.format in FLOATS:
+            return rows.to(FLOATS[self.format])
         return quantize_groups(rows) if self.format == "int4" else quantize_channels(rows, largest)
 
     def _view(self, panels: Tensor) -> Tensor:
@@ -210,13 +211,13 @@ class PackedWeight:
         count, panel, lanes = len(panels), self._panel, self._lanes
         if self._layout == "bf16":
             return panels.view(torch.bfloat16).view(count, -1, panel // lanes // 2, lanes, 2).permute(0, 2, 4, 3, 1)
-        numbers = panels.view(_FLOATS.get(self.format, torch.int8))
+        numbers = panels.view(FLOATS.get(self.format, torch.int8))
         return numbers.view(count, -1, panel, self._step).transpose(1, 2)
 
 
 def _panel_bytes(weight_format: WeightFormat, padded: int, panel: int) -> int:
     step = _STEPS.get(weight_format, 1)
-    step_bytes = 18 if weight_format == "int4" else step * _FLOATS.get(weight_format, torch.int8).itemsize
+    step_bytes = 18 if weight_format == "int4" else step * FLOATS.get(weight_format, torch.int8).itemsize
     return padded // step * step_bytes * panel
 
 

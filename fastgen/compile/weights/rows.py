@@ -10,8 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.compile.host.ranks import Ranks
-from fastgen.compile.weights.formats import SCALED_BY_OUTPUT, WeightOnlyFormat, largest_of
-from fastgen.compile.weights.packed import PackedWeight
+from fastgen.compile.weights.formats import (
+    SCALED_BY_GROUP,
+    SCALED_BY_OUTPUT,
+    WeightOnlyFormat,
+    group_scales,
+    largest_of,
+)
+from fastgen.compile.weights.packed import FLOATS, PackedWeight
 from fastgen.compile.weights.quantized import QuantizedWeight, quantized
 
 
@@ -21,14 +27,24 @@ class Rows(Protocol):
     @property
     def shape(self) -> tuple[int, int]: ...
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Returns the dtype in which rows that are written must be finite."""
+    def limit(self, numbers: Tensor) -> str | None:
+        """Returns what cannot hold rows with these finite ``numbers``, and what to do; ``None`` where they fit."""
 
     def copy_(self, rows: Tensor) -> None: ...
 
     def holds(self, rows: Tensor) -> bool:
         """Returns whether the weight holds exactly these rows, rounded and packed."""
+
+
+def limit_of(numbers: Tensor, dtype: torch.dtype, weight_format: str = "") -> str | None:
+    """Returns what cannot hold these finite ``numbers`` in ``dtype`` or in ``weight_format``, and what to do; ``None``
+    where they fit.
+    """
+    if not numbers.to(dtype).isfinite().all():
+        return f"{dtype} cannot hold; load with dtype='float32' or 'bfloat16'"
+    if weight_format in SCALED_BY_GROUP and not group_scales(numbers).isfinite().all():
+        return f"the scales of {weight_format!r}, in float16, cannot hold; load with another quantize="
+    return None
 
 
 def _largest_of_all(rows: Tensor, weight_format: str, ranks: Ranks | None) -> Tensor | None:
@@ -51,10 +67,9 @@ class PackedRows:
     shape: tuple[int, int]
     ranks: Ranks | None = None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Returns the dtype in which rows that are written must be finite."""
-        return torch.float16 if self.weight.format == "fp16" else torch.float32
+    def limit(self, numbers: Tensor) -> str | None:
+        """Returns what cannot hold rows with these finite ``numbers``, and what to do; ``None`` where they fit."""
+        return limit_of(numbers, FLOATS.get(self.weight.format, torch.float32), self.weight.format)
 
     def copy_(self, rows: Tensor) -> None:
         self.weight.write(self.start, rows, _largest_of_all(rows, self.weight.format, self.ranks))
@@ -77,6 +92,10 @@ class QuantizedRows:
     shape: tuple[int, int]
     dtype: torch.dtype
     ranks: Ranks | None = None
+
+    def limit(self, numbers: Tensor) -> str | None:
+        """Returns what cannot hold rows with these finite ``numbers``, and what to do; ``None`` where they fit."""
+        return limit_of(numbers, self.dtype, self.weight.format)
 
     def copy_(self, rows: Tensor) -> None:
         self.weight.write(self.start, rows, _largest_of_all(rows, self.weight.format, self.ranks))
@@ -105,10 +124,9 @@ class PackedHeads:
         )
         return len(self.heads) * rows, width
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Returns the dtype in which rows that are written must be finite."""
-        return self._parts()[0].dtype
+    def limit(self, numbers: Tensor) -> str | None:
+        """Returns what cannot hold rows with these finite ``numbers``, and what to do; ``None`` where they fit."""
+        return self._parts()[0].limit(numbers)
 
     def copy_(self, rows: Tensor) -> None:
         for part, its_rows in zip(self._parts(), self._cut(rows), strict=True):

@@ -14,7 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from fastgen.compile.weights.rows import Rows
+from fastgen.compile.weights.rows import Rows, limit_of
 from fastgen.errors import CheckpointError, RecipeError
 from fastgen.models.checkpoint.checkpoint import FLOAT_DTYPES, Checkpoint, listing
 from fastgen.models.checkpoint.pieces import StoredPiece, stored_piece
@@ -127,18 +127,16 @@ def arrange(layout: Layout, stored: Tensor) -> Tensor:
 
 def _fill(fills: Sequence[_Fill], source: Tensor) -> str | None:
     if source.numel():
-        dtype = fills[0].slot.target.dtype
         # Conversion is monotonic, so checking the two extremes checks all elements, without a full-size temporary.
         extremes = torch.stack(torch.aminmax(source))
         if extremes.isnan().any():
             return f"contains NaN (stored as {source.dtype}); the file is damaged, or training diverged"
         if extremes.isinf().any():
             return f"contains infinity (stored as {source.dtype}); the file is damaged, or training diverged"
-        if not extremes.to(dtype).isfinite().all():
-            return (
-                f"reaches {extremes.abs().max().item():g} ({source.dtype}), which {dtype} cannot hold; "
-                f"load with dtype='float32' or 'bfloat16'"
-            )
+        targets = [fill.slot.target for fill in fills]
+        limits = (limit_of(extremes, to.dtype) if isinstance(to, Tensor) else to.limit(extremes) for to in targets)
+        if limit := next(filter(None, limits), None):
+            return f"reaches {extremes.abs().max().item():g} ({source.dtype}), which {limit}"
     for fill in fills:
         target, values = fill.views(source)
         target.copy_(values)
