@@ -62,5 +62,6 @@ def _needed(run: Run, limit: str, share: float) -> float | None:
         return None
     value_ms = _VALUES_MS[limit]
     values = sorted(value_ms(record) if record.error is None else math.inf for record in run.records)
-    needed = values[math.ceil(share * len(values)) - 1]
+    num_good = next(count for count in range(1, len(values) + 1) if count / len(values) >= share)
+    needed = values[num_good - 1]
     return needed if needed < math.inf else None

@@ -140,6 +140,7 @@ class Simulation:
             generation = self.replicas[int(replica)].submit(prompt_ids, request.num_new_tokens, arrival_s)
         except InvalidArgumentError as error:
             ended_s = arrival_s + self._settings.token_delay_s
+            self._conversations.answered(request, prompt_ids, ())  # as a load generator says of an empty answer
             self._record(sent, len(prompt_ids), token_times_s=(), ended_s=ended_s, error=str(error))
         else:
             self._router.sent(routed, replica)

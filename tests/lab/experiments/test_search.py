@@ -8,6 +8,7 @@ import pytest
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.lab.experiments.search import Found, TooFewRequestsError, search
+from fastgen.lab.experiments.shortfall import shortfalls
 from fastgen.lab.metrics.goodput import SLO
 from fastgen.lab.metrics.intervals import wilson
 from fastgen.lab.records import Run
@@ -86,13 +87,21 @@ def test_an_slo_that_cannot_be_kept_says_by_how_much() -> None:
     assert found.as_json()["shortfalls"][0]["needed"] == pytest.approx(389)
 
 
+@pytest.mark.parametrize(("share", "num"), [(0.7, 10), (0.55, 100), (0.9, 10), (0.99, 100)])
+def test_the_limit_that_would_do_is_kept_by_the_required_share_and_not_by_more(share: float, num: int) -> None:
+    """``0.55 * 100`` is a little more than 55 in floating point, and 55 of 100 are enough."""
+    slow = run([record(n, ttft_s=0.3 + n / 1000) for n in range(num)])
+    (shortfall,) = shortfalls(slow, SLO(ttft_ms=200), share)
+    assert shortfall.needed == pytest.approx(300 + round(share * num) - 1)
+
+
 def test_failed_requests_and_the_papers_rule_have_no_limit_that_would_do() -> None:
     def failing(level: float, repeat: int) -> Run:
         return run([record(n, ttft_s=0.1, error="no" if n < 50 else None) for n in range(100)])
 
-    shortfalls = search(failing, SLO(ttft_ms=200, paper_tokens_per_s=4)).shortfalls
-    assert [(one.limit, one.needed) for one in shortfalls] == [("ttft_ms", None), ("paper_tokens_per_s", None)]
-    assert str(shortfalls[0]) == "50 % of requests keep ttft 200"
+    found = search(failing, SLO(ttft_ms=200, paper_tokens_per_s=4)).shortfalls
+    assert [(one.limit, one.needed) for one in found] == [("ttft_ms", None), ("paper_tokens_per_s", None)]
+    assert str(found[0]) == "50 % of requests keep ttft 200"
 
 
 def test_a_search_that_nothing_stops_ends_with_what_was_kept() -> None:

@@ -92,6 +92,13 @@ def test_results_that_were_appended_are_several(tmp_path: Path) -> None:
     assert len(read_vllm_bench(tmp_path / "results.json")) == 2
 
 
+def test_names_in_appended_results_may_contain_other_separators_of_lines(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    line = json.dumps(changed("vllm_bench.json", label="a\u2028b"), ensure_ascii=False)
+    path.write_text(f"{line}\n{line}\n", encoding="utf-8")
+    assert [summary.about["target"]["label"] for summary in read_results(path)] == ["a\u2028b"] * 2
+
+
 def test_a_report_of_guidellm_has_what_means_the_same() -> None:
     [summary] = read_guidellm(DATA / "guidellm.json")
     [vllm] = read_vllm_bench(DATA / "vllm_bench_detailed.json")
@@ -129,6 +136,8 @@ def changed(name: str, **changes: Any) -> Any:
         ("[]", "neither of vllm bench serve nor of guidellm"),
         ("", "neither of vllm bench serve nor of guidellm"),
         (json.dumps(changed("vllm_bench.json", mean_ttft_ms="fast")), "mean_ttft_ms: expected a number, not 'fast'"),
+        (json.dumps(changed("vllm_bench.json", duration=10**400)), "duration: expected a number, not 1000"),
+        (json.dumps(changed("vllm_bench.json", duration=float("nan"))), "duration: expected a number, not nan"),
         (json.dumps(changed("vllm_bench_detailed.json", ttfts=[1])), "the lists of requests have different lengths"),
         (json.dumps(changed("vllm_bench_detailed.json", itls=[["x"]] * 12)), "itls: expected numbers"),
         ('{"benchmarks": [{}]}', r"benchmarks\[0\].metrics.request_totals: it is missing"),

@@ -133,6 +133,18 @@ def test_a_request_that_cannot_be_served_is_a_record_and_no_error() -> None:
     assert answered.num_generated == 3
 
 
+def test_a_conversation_goes_on_after_a_turn_that_is_refused_with_what_was_asked_there() -> None:
+    """So it does where a server refuses the turn: what comes next is longer still."""
+    turns = [(10, 3), (40_000, 3), (10, 3)]
+    requests = [
+        PlannedRequest(prompt_ids=[1] * num, num_new_tokens=new, due_s=0.0, session="a", continues=turn > 0)
+        for turn, (num, new) in enumerate(turns)
+    ]
+    records = simulate(requests, SETTINGS, COST).records
+    assert [record.num_prompt_tokens for record in records] == [10, 10 + 3 + 40_000, 10 + 3 + 40_000 + 10]
+    assert [record.error is None for record in records] == [True, False, False]
+
+
 def test_what_cannot_be_simulated_is_refused_in_words() -> None:
     with pytest.raises(InvalidArgumentError, match="request 0 has no due time"):
         simulate(planned(1), SETTINGS, COST)

@@ -68,6 +68,14 @@ def test_texts_of_mooncake_are_encoded_and_messages_hold_the_whole_conversation_
     assert [request.continues for request in found] == [False, False, False, False, True]
 
 
+def test_a_text_may_contain_other_separators_of_lines(tmp_path: Path) -> None:
+    """JSON escapes neither of these; both end a line for Python's ``splitlines``."""
+    path = tmp_path / "a.jsonl"
+    row = '{"text_input": "one two\u2028three \x85four", "output_length": 1}\n'
+    path.write_text(2 * row, encoding="utf-8", newline="")
+    assert [request.prompt_ids for request in requests(f"trace:{path}")] == [[3, 3, 5, 4]] * 2
+
+
 def test_burstgpt_and_azure_have_times_and_lengths() -> None:
     burst = requests(f"trace:{DATA}/burstgpt.csv")
     assert lengths(burst) == [(40, 18), (41, 27)]
@@ -108,6 +116,7 @@ def test_sharegpt_is_single_requests_or_sessions() -> None:
         ("a.jsonl", '\n{"input_length": 3}', ":2: output_length: expected a number, not None"),
         ("a.jsonl", '{"timestamp": "soon", "input_length": 3, "output_length": 1}', ":1: timestamp: expected a number"),
         ("a.jsonl", '{"timestamp": NaN, "input_length": 3, "output_length": 1}', ":1: timestamp: expected a number"),
+        ("a.jsonl", f'{{"timestamp": {10**400}, "input_length": 3, "output_length": 1}}', ":1: timestamp: expected a"),
         ("a.jsonl", '{"input_length": 1e99, "output_length": 1}', ":1: input_length: expected an integer from 0 to"),
         ("a.jsonl", '{"input_length": 3, "output_length": 1, "hash_ids": [0.5]}', ":1: hash_ids: expected a list"),
         ("a.jsonl", '{"messages": [{"role": "user"}], "output_length": 1}', ":1: messages: expected objects"),

@@ -52,13 +52,18 @@ class TraceFile:
         except UnicodeDecodeError:
             raise TraceError("the trace is not a text in UTF-8", file=path) from None
 
+    @property
+    def _lines(self) -> list[str]:
+        """Returns the lines. Texts may contain other characters that end a line, such as U+2028."""
+        return self.text.split("\n")
+
     def fail(self, message: str) -> NoReturn:
         """Raises ``TraceError`` for the line that is read now."""
         raise TraceError(message, file=self.path, line=self.number or None)
 
     def objects(self) -> Iterator[dict[str, Any]]:
         """Yields the objects of a JSON Lines file. Empty lines are passed over."""
-        for number, line in enumerate(self.text.splitlines(), start=1):
+        for number, line in enumerate(self._lines, start=1):
             self.number = number
             if not line.strip():
                 continue
@@ -72,7 +77,7 @@ class TraceFile:
 
     def records(self, *needed: str) -> Iterator[dict[str, str]]:
         """Yields the rows of a CSV file with a header that has the columns ``needed``."""
-        reader = csv.reader(self.text.splitlines())
+        reader = csv.reader(self._lines)
         header = [name.strip() for name in next(reader, [])]
         self.number = 1
         if missing := [name for name in needed if name not in header]:
@@ -96,7 +101,7 @@ class TraceFile:
         """Returns a finite number; CSV files have it as text."""
         try:
             found = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
-        except ValueError:
+        except (OverflowError, ValueError):
             found = math.nan
         if not math.isfinite(found):
             self.fail(f"{name}: expected a number, not {value!r}")
