@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -226,6 +228,22 @@ def test_where_nothing_can_be_kept_the_choice_holds_all_the_same(loader: KernelL
     found = Tuning(loader, tmp_path / "file", "A GPU", clock)
     assert found.choose(PROBLEM, [way(0, 3.0), way(1, 1.0)], may_measure=True) == 1
     assert "cannot be kept" in caplog.text
+
+
+def test_a_choice_that_cannot_be_written_in_full_leaves_no_file_behind(
+    loader: KernelLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_all = Path.write_text
+
+    def write_some(path: Path, text: str, encoding: str) -> None:
+        is_choice = path.parent.name == ".tuning"
+        write_all(path, text[:10] if is_choice else text, encoding)
+        if is_choice:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", write_some)
+    assert tuning(loader).choose(PROBLEM, [way(0, 3.0), way(1, 1.0)], may_measure=True) == 1
+    assert not list((loader.cache.directory / ".tuning").iterdir())
 
 
 # ---- what is shipped, what is sealed

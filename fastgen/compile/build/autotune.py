@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fastgen.compile.build.builder import Builder
-from fastgen.compile.build.cache import Entry, KernelCache
+from fastgen.compile.build.cache import Entry, KernelCache, remove
 from fastgen.compile.build.fence import Fence
 from fastgen.compile.build.sources import body_hash
 from fastgen.compile.spec import KernelSpec
@@ -171,6 +171,7 @@ class Tuning:
             unfinished.write_text(json.dumps(kept, indent=1), encoding="utf-8")
             os.replace(unfinished, file)
         except OSError as error:
+            remove(unfinished)
             _log.warning("what was measured of %s cannot be kept: %s", problem, error)
 
     def _file(self, problem: str, ways: Sequence[Way]) -> tuple[Path, dict[str, Any]]:
