@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.kv_cache.block_tables import BlockUpdate, held_entries
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
@@ -60,7 +62,7 @@ class Forks:
             f"alone + {self._kv.num_groups} for copies) = {needed(max_new_tokens)} blocks, the KV cache has "
             f"{capacity}: ask for fewer beams, shorten the prompt, lower max_new_tokens, or give the cache more memory "
             "(kv_cache_memory)",
-            room=next((num_new for num_new in range(max_new_tokens - 1, 0, -1) if needed(num_new) <= capacity), 0),
+            room=bisect_right(range(1, max_new_tokens), capacity, key=needed),
         )
 
     def _shared_prompt_blocks(self, num_prompt_tokens: int) -> int:

@@ -10,6 +10,7 @@ import pytest
 from fastgen.errors import InvalidArgumentError, RequestTooLargeError
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.kv_cache.block_tables import held_entries
+from fastgen.runtime.kv_cache.capacity import Capacity
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import SequenceStatus
 from fastgen.runtime.requests.sampling_params import SamplingParams
@@ -142,3 +143,15 @@ def test_beams_that_never_fit_are_refused_with_the_arithmetic() -> None:
         engine(num_blocks=18).check(PROMPT[:10], sampling)
     assert caught.value.room == 7  # 16 tokens in 4 blocks
     run(engine(num_blocks=19), PROMPT[:10], beam_width=4, max_new_tokens=10)
+
+
+def test_the_room_for_beams_of_a_long_answer_is_found_in_few_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal must not keep the engine from its steps, as a look at each length of a million tokens would."""
+    looks: list[int] = []
+    needed = Capacity.blocks_needed
+    monkeypatch.setattr(Capacity, "blocks_needed", lambda self, num: looks.append(num) or needed(self, num))
+    forks = engine(num_blocks=1000).scheduler.forks
+    with pytest.raises(RequestTooLargeError, match="beam_width=4 beams") as caught:
+        forks.check_fits(10, 900_000, 4)
+    assert len(looks) < 50
+    assert caught.value.room == 1000 - 9  # 2 blocks that they share, and of each beam 248 of its own and one for copies
