@@ -374,6 +374,27 @@ def test_clean_leaves_what_is_being_built(cache, make) -> None:
     assert entry.size_bytes == 0
 
 
+def test_an_entry_that_is_cleaned_as_soon_as_it_is_there_is_built_again(cache, make, monkeypatch) -> None:
+    publish, read = module.publish, module._read
+
+    def publish_to_be_cleaned(draft: Path, place: Path) -> None:
+        publish(draft, place)
+        if make.count == 1:
+            assert cache.clean()[0] == 1
+
+    def read_while_it_is_cleaned(place: Path, key: object) -> Entry | None:
+        if make.count == 2 and place.exists():
+            make.count += 1
+            cache.clean()
+        return read(place, key)
+
+    monkeypatch.setattr(module, "publish", publish_to_be_cleaned)
+    monkeypatch.setattr(module, "_read", read_while_it_is_cleaned)
+    entry = build(cache, make)
+    assert make.count == 4
+    assert entry.size_bytes > 0
+
+
 def test_a_lock_that_is_removed_while_one_waits_for_it_is_taken_anew(tmp_path: Path) -> None:
     path, found, waiting = tmp_path / "locks" / "norm", [], threading.Event()
 
@@ -412,8 +433,14 @@ def test_a_cache_that_cannot_be_read_is_reported(cache, make, monkeypatch) -> No
 
 def test_clean_counts_what_it_could_remove(cache, make, monkeypatch) -> None:
     mine, theirs = (build(cache, make, KEY | {"source": name}) for name in ("mine", "theirs"))
-    size, remove = mine.size_bytes, module.remove
-    monkeypatch.setattr(module, "remove", lambda path: None if path == theirs.directory else remove(path))
+    size, move_away = mine.size_bytes, module._move_away
+
+    def refuse_theirs(place: Path) -> None:
+        if place == theirs.directory:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+        move_away(place)
+
+    monkeypatch.setattr(module, "_move_away", refuse_theirs)
     assert cache.clean() == (1, size)
     assert cache.entries() == [theirs]
 

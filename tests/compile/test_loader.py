@@ -76,6 +76,28 @@ def test_a_second_start_builds_nothing_whatever_needs_the_kernels(tmp_path, monk
     assert other.find(a_norm(size=65)) is None
 
 
+def test_a_kernel_that_another_process_cleans_before_it_is_loaded_is_built_again(tmp_path, monkeypatch) -> None:
+    """Unless nothing may be built any more."""
+    loader = KernelLoader(CppBuilder("portable"), cache=KernelCache(tmp_path))
+    load, num_loads = CppBuilder.load, 0
+
+    def load_after_cleaning(builder, spec, entry):
+        nonlocal num_loads
+        num_loads += 1
+        if num_loads == 1:
+            KernelCache(tmp_path).clean()
+        return load(builder, spec, entry)
+
+    monkeypatch.setattr(CppBuilder, "load", load_after_cleaning)
+    assert loader.load(a_norm()).source.exists()
+    assert num_loads == 2
+    num_loads = 0
+    loader.build([a_norm(size=16)])
+    loader.fence.close("of a test")
+    with pytest.raises(KernelError, match="is built but cannot be loaded"):
+        loader.load(a_norm(size=16))
+
+
 def test_flags_and_compiler_and_architecture_are_part_of_the_key(tmp_path, monkeypatch) -> None:
     cache = KernelCache(tmp_path)
     spec = a_norm()

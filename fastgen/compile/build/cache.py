@@ -152,8 +152,12 @@ class KernelCache:
 
     def discard(self, entry: Entry) -> None:
         """Removes an entry that was found to be outdated, so that the next build makes it again."""
+        self._discard(entry.directory)
+
+    @staticmethod
+    def _discard(place: Path) -> None:
         with contextlib.suppress(OSError):
-            _move_away(entry.directory)
+            _move_away(place)
 
     def entries(self) -> list[Entry]:
         """Returns all undamaged entries, by name. Raises :class:`KernelError` for a directory that cannot be read."""
@@ -183,8 +187,10 @@ class KernelCache:
                     with _lock(locks / place_name, waits=False) as is_held:
                         if is_held:  # else its process is still building
                             remove(each)
-                elif each != locks and (is_hidden or each.name == _FAILED or (each / _MANIFEST).exists()):
+                elif each != locks and (is_hidden or each.name == _FAILED):
                     remove(each)
+                elif (each / _MANIFEST).exists():
+                    self._discard(each)
         if os.path.isdir(locks):
             for each in locks.iterdir():
                 with _lock(each, waits=False) as is_held:
@@ -239,6 +245,8 @@ def _build(root: Path, name: str, key: Mapping[str, Any], source: str, make: Mak
         finally:
             remove(draft)
         entry = _read(place, key)
+    if entry is None and not place.exists():  # another process has just cleaned the cache
+        return _build(root, name, key, source, make)
     if entry is None:
         raise KernelError(f"kernel {name}: what was just written to {place} reads back differently", kernel=name)
     return entry

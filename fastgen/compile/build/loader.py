@@ -90,13 +90,18 @@ class KernelLoader:
         return self._kernels[spec]
 
     def _loaded(self, spec: KernelSpec, entry: Entry) -> Kernel:
-        """Loads an entry. An outdated one is built again, unless the fence is closed."""
+        """Loads an entry. It is built again if it is outdated, or if another process has removed it since it was found;
+        behind a closed fence it is not.
+        """
         try:
             return self.builder.load(spec, entry)
         except OutdatedBuildError:
             if self.fence.closed:
                 raise
-        self.cache.discard(entry)
+            self.cache.discard(entry)
+        except OSError:
+            if self.fence.closed or entry.directory.exists():
+                raise
         (entry,) = self.build([spec])
         return self.builder.load(spec, entry)
 
