@@ -13,13 +13,13 @@ from collections.abc import Iterable
 # Rates, in tokens per second, of the paper.
 RATES = (2, 4, 6)
 # Prompt tokens per second that the first token must keep up with.
-_PROMPT_RATE = 512
+PROMPT_RATE = 512
 _WEIGHT = 1 - 2 / 17
 
 
 def is_first_token_in_time(num_prompt_tokens: int, ttft_s: float) -> bool:
     """Returns whether the first token, ``ttft_s`` seconds after the request, came as soon as the paper requires."""
-    return ttft_s <= num_prompt_tokens / _PROMPT_RATE
+    return ttft_s <= num_prompt_tokens / PROMPT_RATE
 
 
 def longest_average_gap_s(gaps_s: Iterable[float]) -> float:

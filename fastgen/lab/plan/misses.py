@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fastgen.lab.metrics.goodput import SLO
 from fastgen.lab.plan.arrangements import Arrangement, Point, Question, mean_record
 from fastgen.lab.plan.capacity import Shape
 from fastgen.lab.plan.steady import Steady, decode_work_of, mixed_work_of
-from fastgen.runtime.goodput import longest_average_gap_s
+from fastgen.runtime.goodput import PROMPT_RATE, is_first_token_in_time, longest_average_gap_s
 
-# The paper's limit on the first token, in prompt tokens a second.
-_PAPER_PROMPT_RATE = 512
+# The part of the paper's rule that does not depend on the rate.
+_PAPER_FIRST = "paper_first_token_ms"
 
 
 @dataclass(frozen=True)
 class Miss:
     """One limit that no arrangement keeps: the best value there is, in the limit's unit."""
 
-    # "ttft_ms", or another field of :class:`SLO`.
+    # "ttft_ms", or another field of :class:`SLO`; "paper_first_token_ms" is the paper's limit on the first token.
     name: str
     limit: float
     value: float
@@ -35,8 +36,17 @@ class Miss:
         )
 
 
-def excesses(slo: SLO, shape: Shape, steady: Steady) -> dict[str, tuple[float, float]]:
-    """Returns, for each limit, the value of the mean answer and how many times the limit it is."""
+class Excess(NamedTuple):
+    """The value of the mean answer, in the unit of a limit, and how many times the limit it is."""
+
+    value: float
+    limit: float
+    times: float
+    is_kept: bool
+
+
+def excesses(slo: SLO, shape: Shape, steady: Steady) -> dict[str, Excess]:
+    """Returns the excess of each limit, by the name that :class:`Miss` has for it."""
     record = mean_record(shape, steady)
     assert record.ttft_s is not None
     values_ms = {
@@ -46,14 +56,16 @@ def excesses(slo: SLO, shape: Shape, steady: Steady) -> dict[str, tuple[float, f
         "e2el_ms": record.e2el_s,
     }
     found = {
-        name: (1e3 * value_s, 1e3 * value_s / limit)
+        name: Excess(1e3 * value_s, limit, 1e3 * value_s / limit, value_s <= limit / 1e3)
         for name, value_s in values_ms.items()
         if (limit := getattr(slo, name)) is not None
     }
     if (rate := slo.paper_tokens_per_s) is not None:
-        gap_s = longest_average_gap_s(record.gaps_s)
-        first = record.ttft_s * _PAPER_PROMPT_RATE / shape.prompt
-        found["paper_tokens_per_s"] = (1 / gap_s if gap_s else float("inf"), max(first, gap_s * rate))
+        first_ms, limit_ms = 1e3 * record.ttft_s, 1e3 * shape.prompt / PROMPT_RATE
+        in_time = is_first_token_in_time(shape.prompt, record.ttft_s)
+        found[_PAPER_FIRST] = Excess(first_ms, limit_ms, first_ms / limit_ms, in_time)
+        if gap_s := longest_average_gap_s(record.gaps_s):
+            found["paper_tokens_per_s"] = Excess(1 / gap_s, rate, gap_s * rate, gap_s < 1 / rate)
     return found
 
 
@@ -66,13 +78,13 @@ def misses(question: Question, found: Iterable[Arrangement]) -> list[Miss]:
         return []
 
     def worst(candidate: tuple[Arrangement, Point]) -> float:
-        return max(times for _, times in excesses(slo, question.shape, candidate[1].steady).values())
+        return max(each.times for each in excesses(slo, question.shape, candidate[1].steady).values())
 
     arrangement, point = min(candidates, key=worst)
     return [
-        Miss(name, getattr(slo, name), value, times, _limited_by(question, arrangement, point, name))
-        for name, (value, times) in excesses(slo, question.shape, point.steady).items()
-        if name in point.broken
+        Miss(name, excess.limit, excess.value, excess.times, _limited_by(question, arrangement, point, name))
+        for name, excess in excesses(slo, question.shape, point.steady).items()
+        if not excess.is_kept
     ]
 
 

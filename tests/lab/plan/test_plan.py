@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from fastgen.errors import OutOfMemoryError
 from fastgen.lab.metrics.goodput import SLO
+from fastgen.lab.plan.capacity import Shape
 from fastgen.lab.plan.plan import make_plan
 from fastgen.lab.plan.text import as_json, as_text
 from tests.lab.plan.questions import question
@@ -73,6 +75,20 @@ def test_an_slo_of_the_paper_that_nothing_meets() -> None:
     (miss,) = make_plan(asked).misses
     assert miss.name == "paper_tokens_per_s"
     assert miss.value == pytest.approx(500 / miss.times)
+
+
+def test_the_first_token_of_the_papers_rule_is_a_limit_of_its_own() -> None:
+    """Whatever the rate; with answers of one token there is no other."""
+    asked = question("llama-2-13b", "A10G", num_devices=2, prompt=10, answer=1, slo=SLO(paper_tokens_per_s=2))
+    plan = make_plan(asked)
+    (miss,) = plan.misses
+    assert (miss.name, miss.limit) == ("paper_first_token_ms", pytest.approx(1e3 * 10 / 512))
+    assert miss.value == pytest.approx(miss.times * miss.limit)
+    assert miss.times > 1
+    json.dumps(as_json(plan), allow_nan=False)
+    first, later = make_plan(replace(asked, shape=Shape(10, 60), slo=SLO(paper_tokens_per_s=500))).misses
+    assert (first.name, later.name) == ("paper_first_token_ms", "paper_tokens_per_s")
+    assert first.value == pytest.approx(miss.value)
 
 
 def test_a_model_that_fits_nowhere_says_where_it_would() -> None:
