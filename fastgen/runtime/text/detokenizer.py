@@ -137,7 +137,7 @@ class Detokenizer:
     def append(self, token_id: int) -> str:
         """Takes the next generated token. Returns the text that is certain now."""
         if token_id in self._spelled:
-            text = self._characters.finish() + self._spelled[token_id]
+            text = self._characters.end() + self._spelled[token_id]
         else:
             text = self._characters.append(token_id)
         if self._num_stopless_tokens > 0:
@@ -147,7 +147,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Returns the text that is still held back, after the last token. An unfinished character becomes U+FFFD."""
-        return self._stop_strings.feed(self._characters.finish()) + self._stop_strings.flush()
+        return self._stop_strings.feed(self._characters.end()) + self._stop_strings.flush()
 
 
 class _Characters:
@@ -203,11 +203,15 @@ class _Characters:
             return self._decoder.decode(self._context) if text and len(self._context) == 1 else text
         return self._drop_bytes(len(self._bytes)) + self._take_token(token_id)
 
-    def finish(self) -> str:
-        text = self._drop_bytes(len(self._bytes))
-        if self._holds_half and not self._half_is_prompts:
-            text += REPLACEMENT
-        self._holds_half = False
+    def end(self) -> str:
+        """Returns U+FFFD for the half character that is held, if one is. What follows does not complete it."""
+        if not self._holds_half:
+            return self._drop_bytes(len(self._bytes))
+        text = "" if self._half_is_prompts else REPLACEMENT
+        self._holds_half = self._half_is_prompts = False
+        while self._context and self._decoder.decode(self._context).endswith(REPLACEMENT):
+            self._context.pop()
+        self._decoded = None
         return text
 
     def _take_token(self, token_id: int) -> str:

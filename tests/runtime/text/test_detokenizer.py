@@ -273,6 +273,47 @@ def test_random_tokens_come_out_as_decoded_at_once(kinds, token_decoders, kind, 
             assert "".join(found[:count]) in (so_far, so_far.removesuffix(REPLACEMENT))
 
 
+def spelled(tokenizer):
+    return {token_id: tokenizer.convert_ids_to_tokens(token_id) for token_id in tokenizer.all_special_ids}
+
+
+@settings(deadline=None, max_examples=300)
+@given(seed=st.integers(0, 2**32), num_generated=st.integers(0, 12))
+def test_special_tokens_with_a_text_end_characters_as_in_a_decode_of_everything(
+    kinds, token_decoders, seed, num_generated
+):
+    draw = random.Random(seed)
+    tokenizer = kinds["byte-level BPE"]
+    vocabulary = tokenizer.get_vocab()
+    halves = [vocabulary[BYTE_ORDER[byte]] for byte in b"\xff\xf0\x9f\x91\x8d\xc3\xa9"]
+    odd = [*tokenizer.all_special_ids, *halves]
+    generated = [draw.choice(draw.choice([odd, odd, known_ids(tokenizer)])) for _ in range(num_generated)]
+    found = pieces(token_decoders["byte-level BPE"], [], generated, spelled=spelled(tokenizer))
+    whole = tokenizer.decode(generated, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert "".join(found) == whole
+
+
+def test_a_special_token_with_a_text_ends_a_half_character(kinds, token_decoders):
+    """Of the prompt's half nothing is given out; what follows the special token is not taken for its other half."""
+    for kind in (*BYTE_KINDS, "byte-fallback BPE"):
+        tokenizer = kinds[kind]
+        spell = {
+            "byte-level BPE": lambda byte: BYTE_ORDER[byte],
+            "slow bytes": lambda byte: f"{byte:02x}",
+            "byte-fallback BPE": lambda byte: f"<0x{byte:02X}>",
+        }[kind]
+        x, first, second = tokenizer.convert_tokens_to_ids([spell(byte) for byte in b"x\xc3\xa9"])
+        end = tokenizer.eos_token_id
+        for prompt, generated, expected in (
+            ([x], [first, end, second, x], "\ufffd</s>\ufffdx"),
+            ([x, first], [end, second, x], "</s>\ufffdx"),
+            ([x, first], [end, first, second], "</s>é"),
+            ([first], [end, x], "</s>x"),
+        ):
+            found = pieces(token_decoders[kind], prompt, generated, spelled=spelled(tokenizer))
+            assert "".join(found) == expected, kind
+
+
 def test_a_character_is_given_out_by_the_token_that_completes_it(kinds, token_decoders):
     for kind in (*BYTE_KINDS, "byte-fallback BPE"):
         tokenizer = kinds[kind]
