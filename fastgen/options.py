@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from fastgen.models.recipe.recipe import Recipe
     from fastgen.runtime.scheduling.policies.policy import Policy
 
+# Tokens of the shortest request: one of a prompt, and one of its answer.
+MIN_MODEL_LEN = 2
+
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -80,7 +83,10 @@ class LoadOptions:
         int | None,
         Option(
             "Longest prompt and answer together, in tokens.",
-            check=AT_LEAST_1,
+            check=Check(
+                f"an integer of at least {MIN_MODEL_LEN}: a token of a prompt and one of its answer",
+                lambda value: AT_LEAST_1.accepts(value) and value >= MIN_MODEL_LEN,
+            ),
             default="the length that the model was trained for",
             lmi_key="option.max_model_len",
         ),

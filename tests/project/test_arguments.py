@@ -56,7 +56,8 @@ def test_load_refuses_an_unknown_argument_and_names_the_nearest() -> None:
     [
         ({"num_threads": 0}, "num_threads=0: expected an integer of at least 1"),
         ({"block_size": True}, "block_size=True: expected an integer of at least 1"),
-        ({"max_model_len": 2.5}, r"max_model_len=2.5: expected an integer of at least 1"),
+        ({"max_model_len": 2.5}, r"max_model_len=2.5: expected an integer of at least 2"),
+        ({"max_model_len": 1}, "max_model_len=1: expected .*: a token of a prompt and one of its answer"),
         ({"aging_s": None}, "aging_s=None: expected a number of seconds above 0"),
         ({"sealed": 3}, "sealed=3: expected True, False, or the directory of a sealed bundle"),
     ],

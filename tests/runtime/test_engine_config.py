@@ -93,7 +93,7 @@ def test_what_is_asked_for_is_what_is_got() -> None:
     config = config_of(token_budget=100, max_num_seqs=100, block_size=7, max_model_len=22, kv_cache_memory=10**6)
     num_blocks = 10**6 // (7 * TOKEN_BYTES * 4)
     assert config == EngineConfig(100, 100, 7, num_blocks, 22, 1)
-    assert [config_of(max_model_len=length, block_size=7).max_blocks for length in (1, 7, 8, 21, 22)] == [1, 1, 2, 3, 4]
+    assert [config_of(max_model_len=length, block_size=7).max_blocks for length in (2, 7, 8, 21, 22)] == [1, 1, 2, 3, 4]
     assert config_of(max_model_len=22, block_size=7).num_blocks == 1 + 64 * 4
     # a budget below the usual number of sequences lowers it
     assert config_of(token_budget=8).max_num_seqs == 8

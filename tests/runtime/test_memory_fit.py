@@ -83,6 +83,13 @@ def test_a_budget_is_not_lowered_below_the_sequences() -> None:
         assert offer["max_num_seqs"] <= offer["token_budget"]
 
 
+def test_no_advice_is_a_length_without_room_for_an_answer() -> None:
+    memory = memory_of(400 * MIB)
+    sizes = {"block_size": 1, "max_num_seqs": 1, "token_budget": 8, "max_model_len": 50, "kv_reservation": "context"}
+    message = refusal(memory, kv_cache_memory=2 * memory.block_bytes(1), **sizes)
+    assert not re.search(r"max_model_len=1\b", message)
+
+
 def test_where_no_size_alone_is_enough_all_are_lowered() -> None:
     memory = memory_of(64 * MIB, LONG_SPEC)
     message = refusal(memory, kv_cache_memory="1GiB", token_budget=10**6, max_num_seqs=10**5)
@@ -95,7 +102,7 @@ def test_where_the_weights_are_too_large_something_smaller_is_named() -> None:
     spec = make_spec()
     weights = MemoryModel(ModelBuild(spec, torch.float32, TARGETS["cpu"][0]), memory_of(1 << 40).device)
     least = weights.ledger(
-        resolve_engine_config(weights, LoadOptions("a model", token_budget=1, max_num_seqs=1, max_model_len=1))
+        resolve_engine_config(weights, LoadOptions("a model", token_budget=1, max_num_seqs=1, max_model_len=2))
     )
     message = refusal(memory_of(MIB, kind="cuda"))
     assert re.search(r"no sizes of the engine help: it takes [\d.]+ GiB at least", message)

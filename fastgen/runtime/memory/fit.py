@@ -10,6 +10,7 @@ from fastgen.arguments import in_gib
 from fastgen.compile.weights.formats import QuantizedFormat
 from fastgen.errors import FastgenError
 from fastgen.models.builder import kv_windows
+from fastgen.options import MIN_MODEL_LEN
 from fastgen.runtime.kv_cache.block_tables import max_blocks_held
 from fastgen.runtime.memory.ledger import MemoryModel
 from fastgen.runtime.memory.sizes import AskedSizes, EngineConfig
@@ -27,7 +28,7 @@ _SHARE_OF_GPU = 0.9
 # The number of steps in which all sizes are lowered together.
 _STEPS = 1024
 _SIZES = ("kv_cache_memory", "token_budget", "max_num_seqs", "max_model_len", "block_size")
-_SMALLEST: Sizes = {"kv_cache_memory": None, "token_budget": 1, "max_num_seqs": 1, "max_model_len": 1}
+_SMALLEST: Sizes = {"kv_cache_memory": None, "token_budget": 1, "max_num_seqs": 1, "max_model_len": MIN_MODEL_LEN}
 _PLENTY = 1 << 62
 
 
@@ -81,14 +82,14 @@ def nearest_that_fits(memory: MemoryModel, asked: AskedSizes, full: AskedSizes, 
             return _with_room({name: count * unit}, asked)
 
         best = _largest(lambda count: fits(lowered(count)), (value - 1) // unit)
-        if best:
+        if best >= _least(name):
             found.append(_as_text(lowered(best)))
     if found:
         return f"it fits with {', or with '.join(found)}"
 
     def all_lowered(step: int) -> Sizes:
         kv = {} if full.kv_cache_memory is None else {"kv_cache_memory": least_kv}
-        return {name: max(1, value * step // _STEPS) for name, value in _sizes(full).items()} | kv
+        return {name: max(_least(name), value * step // _STEPS) for name, value in _sizes(full).items()} | kv
 
     step = _largest(lambda step: fits(all_lowered(step)), _STEPS)
     return f"it fits with {_as_text(all_lowered(step))}" if step else _for_weights(memory, asked, resolve)
@@ -113,6 +114,10 @@ def _for_weights(memory: MemoryModel, asked: AskedSizes, resolve: Resolve) -> st
 def _sizes(full: AskedSizes) -> Sizes:
     """Returns the sizes that take less memory when they are lowered."""
     return {name: value for name in _SIZES if (value := getattr(full, name)) is not None}
+
+
+def _least(name: str) -> int:
+    return _SMALLEST.get(name) or 1
 
 
 def _with_room(changes: Sizes, asked: AskedSizes) -> Sizes:
