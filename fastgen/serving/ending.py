@@ -19,12 +19,16 @@ class Ending:
     # Starts the end; running requests may finish.
     end: Callable[[], None]
 
-    def ask(self, key: str | None) -> None:
-        """Ends the server if ``key`` is the token or an API key; otherwise raises ``UnauthorizedError``."""
+    def check(self, key: str | None) -> None:
+        """Raises ``UnauthorizedError`` if ``key`` is neither the token nor an API key."""
         if not hmac.compare_digest((key or "").encode("utf-8", "surrogateescape"), self.token.encode()):
             if not self.keys:
                 raise UnauthorizedError(
                     "ending this server needs its token, which fastgen.client has on the server's own machine"
                 )
             self.keys.check(key)
+
+    def ask(self, key: str | None) -> None:
+        """Ends the server if ``key`` is the token or an API key; otherwise raises ``UnauthorizedError``."""
+        self.check(key)
         self.end()

@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc.aio import ServicerContext
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.serving.admission.json_limits import FREE_BYTES
 from fastgen.serving.admission.request_limits import (
     MAX_BIASES,
     MAX_CHECKED,
@@ -26,6 +22,7 @@ from fastgen.serving.admission.request_limits import (
 from fastgen.serving.api_keys import ApiKeys, bearer
 from fastgen.serving.ending import Ending
 from fastgen.serving.grpc import messages
+from fastgen.serving.grpc.calls import Requests, in_statuses, receive, stream_in_statuses
 from fastgen.serving.grpc.connections import (
     connection_options,
     end_listening,
@@ -33,38 +30,16 @@ from fastgen.serving.grpc.connections import (
     max_calls,
     num_connections,
 )
-from fastgen.serving.grpc.size import check_num_fields
+from fastgen.serving.grpc.open_services import Health, Reflection
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.refusals import (
     BadRequestError,
-    EngineDiedError,
-    OverloadedError,
-    RefusedError,
     RequestTimeoutError,
     TooLargeError,
     UnauthorizedError,
-    UnavailableError,
-    UnknownModelError,
 )
 from fastgen.serving.service import Running, Service
 
-# Any other error is ``INTERNAL``.
-_STATUSES: dict[type[RefusedError], grpc.StatusCode] = {
-    BadRequestError: grpc.StatusCode.INVALID_ARGUMENT,
-    TooLargeError: grpc.StatusCode.INVALID_ARGUMENT,
-    UnknownModelError: grpc.StatusCode.NOT_FOUND,
-    UnauthorizedError: grpc.StatusCode.UNAUTHENTICATED,
-    RequestTimeoutError: grpc.StatusCode.DEADLINE_EXCEEDED,
-    OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    UnavailableError: grpc.StatusCode.UNAVAILABLE,
-    EngineDiedError: grpc.StatusCode.ABORTED,
-}
-# Most bytes of a status's message. As a header each may become three, and clients take 8 KiB of headers.
-_MOST_DETAILS = 2048
-# Most characters that are repeated of a service's name.
-_MOST_NAME = 100
-# How often the health service checks for a change to report to its watchers.
-_WATCH_S = 0.1
 # How long a server that is left answers the calls of connections that it has accepted: longer than a client takes from
 # there to its first call.
 LEAVE_S = 1.0
@@ -76,29 +51,25 @@ class GenerationServicer:
     def __init__(self, service: Service, keys: ApiKeys, ending: Ending, *, timeout_s: float):
         self._service, self._keys, self._ending, self._timeout_s = service, keys, ending, timeout_s
 
-    async def receive(self, requests: AsyncIterator[bytes], kind: Any, context: ServicerContext) -> Any:
-        """Returns the request of a call, a message of ``kind``, once the call has shown its API key.
+    async def receive(self, requests: Requests, kind: Any, context: ServicerContext) -> Any:
+        """Returns the request of a call, a message of ``kind``, once the call has shown its API key, or what ends the
+        server.
 
         Raises ``UnauthorizedError``, ``RequestTimeoutError``, ``TooLargeError`` and ``InvalidArgumentError``.
         """
         try:
-            if kind is not messages.TerminateRequest:  # which takes another token too
-                self._keys.check(_bearer(context))
-            async with asyncio.timeout(self._timeout_s):
-                async for request in requests:
-                    if len(request) > FREE_BYTES:
-                        await asyncio.to_thread(check_num_fields, request, kind.DESCRIPTOR)
-                    return _decoded(request, kind)
+            checks = self._ending if kind is messages.TerminateRequest else self._keys
+            checks.check(_bearer(context))
+            return await receive(requests, kind, timeout_s=self._timeout_s)
         except UnauthorizedError:
             self._service.metrics.refused("api_key")
             raise
         except TooLargeError:
             self._service.metrics.refused("body_size")
             raise
-        except TimeoutError:
+        except RequestTimeoutError:
             self._service.metrics.refused("body_time")
-            raise RequestTimeoutError(f"the request did not come within {self._timeout_s:g} s") from None
-        raise InvalidArgumentError("the call has no request")
+            raise
 
     async def generate(self, request: Any, context: ServicerContext) -> Any:
         async with await self._submit(request, self._encode_prompt, context, is_stream=False) as running:
@@ -135,7 +106,7 @@ class GenerationServicer:
         return messages.ModelInfoResponse(**self._service.info())
 
     async def terminate(self, request: Any, context: ServicerContext) -> Any:
-        self._ending.ask(_bearer(context))
+        self._ending.end()
         return messages.TerminateResponse()
 
     async def _stream(
@@ -195,40 +166,6 @@ class GenerationServicer:
         return self._service.codec.encode_chat(messages.conversation(request))
 
 
-class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no types
-    """The standard health service; it reports the present state."""
-
-    def __init__(self, service: Service):
-        self._service = service
-        # Set once clients are to go to another server.
-        self.is_left = False
-
-    async def Check(self, request: Any, context: ServicerContext) -> Any:  # noqa: N802 (the name is the protocol's)
-        if (status := self._status(request.service)) is None:
-            await context.abort(
-                grpc.StatusCode.NOT_FOUND, f"service {request.service[:_MOST_NAME]!r} is not served here"
-            )
-        return health_pb2.HealthCheckResponse(status=status)
-
-    async def Watch(self, request: Any, context: ServicerContext) -> AsyncIterator[Any]:  # noqa: N802
-        reported = None
-        while True:
-            status = self._status(request.service)
-            if status is None:
-                status = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-            if status != reported:
-                yield health_pb2.HealthCheckResponse(status=status)
-                reported = status
-            await asyncio.sleep(_WATCH_S)
-
-    def _status(self, name: str) -> Any:
-        if name not in ("", messages.SERVICE):
-            return None
-        response = health_pb2.HealthCheckResponse
-        is_serving = self._service.state == "ready" and not self.is_left
-        return response.SERVING if is_serving else response.NOT_SERVING
-
-
 class GrpcServer:
     """All gRPC services for ``service``, if ``options`` enable gRPC; nothing otherwise. With ``is_shared`` other
     processes of this user may listen at the port too.
@@ -238,7 +175,7 @@ class GrpcServer:
         self._service, self._options, self._ending, self._is_shared = service, options, ending, is_shared
         self._server: grpc.aio.Server | None = None
         self._leaving: asyncio.Task[None] | None = None
-        self._health = HealthServicer(service)
+        self._health = Health(service, timeout_s=options.connections.body_timeout_s)
         # The descriptors by which it listens.
         self._listening: set[int] = set()
         # The served address: ``host:port``, with ``grpcs://`` before it for TLS.
@@ -256,11 +193,8 @@ class GrpcServer:
         servicer = GenerationServicer(
             self._service, self._options.api_keys, self._ending, timeout_s=limits.body_timeout_s
         )
-        server.add_generic_rpc_handlers((_handlers(servicer),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        names = (messages.SERVICE, health, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server, pool=messages.pool_with(health_pb2, reflection_pb2))
+        reflection = Reflection(timeout_s=limits.body_timeout_s)
+        server.add_generic_rpc_handlers((_handlers(servicer), self._health.handlers(), reflection.handlers()))
         host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
         asked = f"{host}:{self._options.grpc_port}"
         others = listening(self._options.grpc_port)
@@ -298,6 +232,7 @@ class GrpcServer:
         may set a shorter time.
         """
         if self._server is not None:
+            self._health.is_ending = True
             await asyncio.shield(self._server.stop(timeout_s))
 
 
@@ -315,76 +250,36 @@ def _handlers(servicer: GenerationServicer) -> grpc.GenericRpcHandler:
     for method in messages.pool.FindServiceByName(messages.SERVICE).methods:
         behaviour = behaviours[method.name]
         kind = messages.message_class(method.input_type.full_name)
-        # Handlers read the one request of a call themselves, as if it were a stream of requests: first they check the
-        # key, and they know how long it takes and whether it can be decoded.
         is_stream = method.server_streaming
         make = grpc.stream_stream_rpc_method_handler if is_stream else grpc.stream_unary_rpc_method_handler
         handlers[method.name] = make(
-            _stream_in_statuses(servicer, behaviour, kind) if is_stream else _in_statuses(servicer, behaviour, kind),
+            stream_in_statuses(_stream_received(servicer, behaviour, kind))
+            if is_stream
+            else in_statuses(_received(servicer, behaviour, kind)),
             response_serializer=messages.message_class(method.output_type.full_name).SerializeToString,
         )
     return grpc.method_handlers_generic_handler(messages.SERVICE, handlers)
 
 
-def _in_statuses(
+def _received(
     servicer: GenerationServicer, behaviour: Callable[[Any, ServicerContext], Awaitable[Any]], kind: Any
-) -> Callable[[AsyncIterator[bytes], ServicerContext], Awaitable[Any]]:
-    """Returns a handler that receives requests of ``kind`` for ``behaviour`` and turns the errors that it raises on
-    purpose into statuses.
-    """
+) -> Callable[[Requests, ServicerContext], Awaitable[Any]]:
+    """Returns ``behaviour`` of a call whose request, a message of ``kind``, is yet to come."""
 
-    async def run(requests: AsyncIterator[bytes], context: ServicerContext) -> Any:
-        try:
-            return await behaviour(await servicer.receive(requests, kind, context), context)
-        except FastgenError as error:
-            await _abort(context, error)
+    async def run(requests: Requests, context: ServicerContext) -> Any:
+        return await behaviour(await servicer.receive(requests, kind, context), context)
 
     return run
 
 
-def _stream_in_statuses(
+def _stream_received(
     servicer: GenerationServicer, behaviour: Callable[[Any, ServicerContext], AsyncIterator[Any]], kind: Any
-) -> Callable[[AsyncIterator[bytes], ServicerContext], AsyncIterator[Any]]:
-    async def run(requests: AsyncIterator[bytes], context: ServicerContext) -> AsyncIterator[Any]:
-        try:
-            async for response in behaviour(await servicer.receive(requests, kind, context), context):
-                yield response
-        except FastgenError as error:
-            await _abort(context, error)
+) -> Callable[[Requests, ServicerContext], AsyncIterator[Any]]:
+    async def run(requests: Requests, context: ServicerContext) -> AsyncIterator[Any]:
+        async for response in behaviour(await servicer.receive(requests, kind, context), context):
+            yield response
 
     return run
-
-
-def _decoded(request: bytes, kind: Any) -> Any:
-    try:
-        return kind.FromString(request)
-    except DecodeError as error:
-        raise InvalidArgumentError(f"the request is no {kind.DESCRIPTOR.full_name}: {error}") from None
-
-
-async def _abort(context: ServicerContext, error: FastgenError) -> NoReturn:
-    status = grpc.StatusCode.INTERNAL
-    if isinstance(error, InvalidArgumentError):
-        status = grpc.StatusCode.INVALID_ARGUMENT
-    for kind, its in _STATUSES.items():
-        if isinstance(error, kind):
-            status = its
-    trailing: tuple[tuple[str, str], ...] = ()
-    if isinstance(error, OverloadedError | UnavailableError):
-        trailing = (("retry-after-ms", str(round(1000 * error.retry_after_s))),)
-    await context.abort(status, _details(str(error)), trailing)
-    raise AssertionError("abort raises")
-
-
-def _details(text: str) -> str:
-    """Returns ``text`` as the message of a status, which a header carries.
-
-    A client hears a longer one as ``RESOURCE_EXHAUSTED``, and gRPC never ends the call of one that is not Unicode.
-    """
-    encoded = text.encode(errors="backslashreplace")
-    if len(encoded) <= _MOST_DETAILS:
-        return encoded.decode()
-    return encoded[:_MOST_DETAILS].decode(errors="ignore") + "…"
 
 
 def _bearer(context: ServicerContext) -> str | None:

@@ -13,6 +13,16 @@ from tests.serving.attacks.harness import Attack, Target
 WAIT_S = 120.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # with empty SETTINGS
 
+_LATE, _TOO_MANY = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED
+# How calls whose request never comes may end.
+ENDS = {
+    "/fastgen.v1.Generation/Generate": [_LATE],
+    "/fastgen.v1.Generation/Terminate": [grpc.StatusCode.UNAUTHENTICATED],
+    "/grpc.health.v1.Health/Check": [_LATE, _TOO_MANY],
+    "/grpc.health.v1.Health/Watch": [_LATE, _TOO_MANY],
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": [_LATE, _TOO_MANY],
+}
+
 
 async def silent_connections(target: Target, size: int) -> None:
     """Opens ``size`` connections and sends nothing. The server must close all of them."""
@@ -25,16 +35,16 @@ async def connections_without_calls(target: Target, size: int) -> None:
 
 
 async def calls_without_requests(target: Target, size: int) -> None:
-    """Makes ``size`` calls whose request never comes. Each must end with a status."""
+    """Makes ``size`` calls of each method whose request never comes. Each must end with a status."""
 
-    async def nothing() -> None:
+    async def nothing(method: str) -> None:
         async with grpc.aio.insecure_channel(str(target.grpc)) as channel:
-            call = channel.stream_unary("/fastgen.v1.Generation/Generate")()
+            call = channel.stream_unary(method)()
             code = await call.code()
-            assert code == grpc.StatusCode.DEADLINE_EXCEEDED, code
+            assert code in ENDS[method], (method, code)
 
     async with asyncio.timeout(WAIT_S):
-        await asyncio.gather(*(nothing() for _ in range(size)))
+        await asyncio.gather(*(nothing(method) for method in ENDS for _ in range(size)))
 
 
 async def _until_closed(target: Target, size: int, sent: bytes) -> None:

@@ -1,0 +1,140 @@
+"""The gRPC services that need no key: how many calls they take at once, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from fastgen.serving.api_keys import ApiKeys
+from fastgen.serving.ending import Ending
+from fastgen.serving.grpc import open_services
+from fastgen.serving.grpc.server import GrpcServer
+from fastgen.serving.options import ServeOptions
+from tests.serving.refusing import Refusing, served
+
+WAIT_S = 20.0
+METHODS = (
+    "/grpc.health.v1.Health/Check",
+    "/grpc.health.v1.Health/Watch",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+)
+
+
+async def watch(channel: Any) -> Any:
+    call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+    return call, await call.read()
+
+
+async def reflect(channel: Any) -> Any:
+    call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    return call, await call.read()
+
+
+@pytest.mark.parametrize(("begin", "limit"), [(watch, "MAX_WATCHES"), (reflect, "MAX_REFLECTIONS")])
+def test_calls_beyond_the_limit_are_refused_until_others_end(
+    begin: Callable[[Any], Any], limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_services, limit, 3)
+
+    async def begins(channel: Any) -> bool:
+        with suppress(grpc.aio.AioRpcError):
+            return bool(await begin(channel))
+        return False
+
+    async def run() -> None:
+        async with (
+            asyncio.timeout(WAIT_S),
+            served(Refusing()) as address,
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            calls = [(await begin(channel))[0] for _ in range(3)]
+            with pytest.raises(grpc.aio.AioRpcError, match="3 calls of") as refused:
+                await begin(channel)
+            assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert dict(refused.value.trailing_metadata())["retry-after-ms"] == "1000"
+            # Probes have a limit of their own.
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            calls[0].cancel()
+            while not await begins(channel):
+                await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+
+
+def test_who_watches_is_told_for_a_while_and_may_watch_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_services, "MOST_WATCH_S", 0.3)
+
+    async def run() -> None:
+        async with (
+            asyncio.timeout(WAIT_S),
+            served(Refusing()) as address,
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            for _ in range(2):
+                call, first = await watch(channel)
+                assert first.status == health_pb2.HealthCheckResponse.NOT_SERVING
+                assert await call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+    asyncio.run(run())
+
+
+def test_who_watches_does_not_delay_the_end_of_the_server() -> None:
+    async def run() -> None:
+        service: Any = Refusing()
+        server = GrpcServer(service, ServeOptions(grpc_port=0), Ending("token", ApiKeys(), lambda: None))
+        await server.start()
+        async with asyncio.timeout(WAIT_S), grpc.aio.insecure_channel(str(server.address)) as channel:
+            call, _ = await watch(channel)
+            await server.stop(10 * WAIT_S)
+            assert await call.code() == grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(run())
+
+
+def test_a_call_of_reflection_ends_though_its_client_asks_nothing_more() -> None:
+    async def run() -> None:
+        async with (
+            asyncio.timeout(WAIT_S),
+            served(Refusing(), body_timeout_s=0.3) as address,
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            call, answer = await reflect(channel)
+            assert answer.list_services_response.service
+            assert await call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_cannot_be_decoded_is_an_invalid_argument(method: str) -> None:
+    async def run() -> None:
+        async with (
+            asyncio.timeout(WAIT_S),
+            served(Refusing()) as address,
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            call = channel.unary_stream(method)(b"\xff\xff")
+            assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+    asyncio.run(run())
+
+
+def test_a_call_that_may_not_end_the_server_is_refused_before_its_request() -> None:
+    async def run() -> None:
+        async with (
+            asyncio.timeout(WAIT_S),
+            served(Refusing()) as address,
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            call = channel.stream_unary("/fastgen.v1.Generation/Terminate")()
+            assert await call.code() == grpc.StatusCode.UNAUTHENTICATED
+
+    asyncio.run(run())
