@@ -8,6 +8,7 @@ which there may be many.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -29,24 +30,77 @@ _MANY_DIGITS = b"0" * (_MAX_DIGITS + 1)
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _PIECE_BYTES = 1 << 18
 _QUOTE, _BACKSLASH, _SPACE = b'"\\ '
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_HALF = "has half of a pair of surrogates"
+# The steps to a value before the last one, and the last one.
+_Steps = tuple["_Steps", str | int] | None
+
+
+class InvalidJsonError(json.JSONDecodeError):
+    """A text is not JSON that is read here. ``place`` has the steps to the value at fault, as far as they are known."""
+
+    def __init__(self, reason: str, place: tuple[str | int, ...] = ()):
+        super().__init__(reason, "", 0)
+        self.place = place
 
 
 def parse_json(text: bytes) -> Any:
-    """Returns the value of a JSON text within the limits. Raises ``json.JSONDecodeError``, another ``ValueError``, or
-    ``RecursionError``.
+    """Returns the value of a JSON text within the limits. Raises ``json.JSONDecodeError`` for anything else.
 
     A long text is parsed by msgspec, in half the time or less. It takes UTF-8 only, and no numbers that JSON does not
     have (``NaN``, ``1e999``). A short one is parsed by Python, whose errors say more.
     """
-    if len(text) <= FREE_BYTES:
-        return json.loads(text)
     try:
-        return msgspec.json.decode(text)
+        return _parse_short(text) if len(text) <= FREE_BYTES else msgspec.json.decode(text)
+    except json.JSONDecodeError:
+        raise
     except msgspec.DecodeError as error:
         reason = str(error)
         if "truncated" in reason:  # msgspec says the same of both
-            reason = "it ends too early, or has half of a pair of surrogates"
-        raise json.JSONDecodeError(reason, "", 0) from None
+            reason = f"it ends too early, or {_HALF}"
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except UnicodeDecodeError:
+        reason = "it is not UTF-8"
+    except ValueError:
+        reason = "a number in it has too many digits"
+    raise InvalidJsonError(reason)
+
+
+def _parse_short(text: bytes) -> Any:
+    decoded = text.decode(json.detect_encoding(text))
+    value = json.loads(decoded)
+    if _SURROGATE.search(decoded) and not _is_unicode(json.dumps(value, ensure_ascii=False)):
+        raise InvalidJsonError(f"it {_HALF}", _place_of_half(value))
+    return value
+
+
+def _place_of_half(value: Any) -> tuple[str | int, ...]:
+    """Returns the steps to the first text of ``value`` with half of a pair of surrogates; to a name, those of its
+    object.
+    """
+    stack: list[tuple[Any, _Steps]] = [(value, None)]
+    while stack:
+        value, steps = stack.pop()
+        if isinstance(value, str) and not _is_unicode(value):
+            break
+        if isinstance(value, dict) and not all(map(_is_unicode, value)):
+            break
+        inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        stack += [(each, (steps, step)) for step, each in inner][::-1]
+    place: list[str | int] = []
+    while steps is not None:
+        steps, step = steps
+        place.append(step)
+    return tuple(place[::-1])
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_json_size(text: bytes) -> None:

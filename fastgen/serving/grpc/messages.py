@@ -143,7 +143,7 @@ def conversation(request: Any) -> list[dict[str, Any]]:
     for index, message in enumerate(request.messages):
         try:
             more = parse_json(message.more.encode()) if message.more else {}
-        except (ValueError, RecursionError):
+        except json.JSONDecodeError:
             more = None
         if not isinstance(more, dict):
             raise InvalidArgumentError(f"message {index}: more must be a JSON object")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import re
@@ -18,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from fastgen.errors import FastgenError, GenerationError
+from fastgen.serving.admission.json_limits import InvalidJsonError
 from fastgen.serving.refusals import (
     BadRequestError,
     EngineDiedError,
@@ -143,6 +145,8 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
+    if isinstance(error.__cause__, json.JSONDecodeError):
+        return error_response(not_json(error.__cause__))
     if isinstance(error.body, bytes):
         return error_response(BadRequestError(NOT_JSON))
     return error_response(invalid_request(error.errors(), error.body))
@@ -170,6 +174,14 @@ async def _unforeseen(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(_body("the server failed to answer this request", "server_error"), 500)
 
 
+def not_json(error: json.JSONDecodeError) -> BadRequestError:
+    """Returns the refusal of a body that cannot be parsed."""
+    param = _spelled(error.place) if isinstance(error, InvalidJsonError) else ""
+    if param:
+        return BadRequestError(f"{param}: {error.msg}", param=param)
+    return BadRequestError(f"the body is not JSON: {error.msg}")
+
+
 def invalid_request(errors: Sequence[Any], body: Any) -> BadRequestError:
     """Returns one refusal for the errors that pydantic found in ``body``.
 
@@ -177,9 +189,7 @@ def invalid_request(errors: Sequence[Any], body: Any) -> BadRequestError:
     lies deepest, because its type is the one that was meant.
     """
     found = [(_place(each["loc"], body), each) for each in errors]
-    place, first = max(found, key=lambda one: len(one[0]))
-    if first["type"] == "json_invalid":
-        return BadRequestError(f"the body is not JSON: {first['ctx']['error']}")
+    place = max((at for at, _ in found), key=len)
     messages = dict.fromkeys(_said(each) for at, each in found if at == place)
     param = _spelled(place)
     about = f"{param}: " if param else "the body: "

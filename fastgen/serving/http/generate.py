@@ -204,10 +204,11 @@ _SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
 def _read(service: Service, body: GenerateBody) -> tuple[list[int], SamplingParams]:
     codec = service.codec
     sampling = body.sampling(codec.default_sampling)
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidArgumentError("give prompt or messages, and one of them only")
-    ids = codec.encode_chat(body.messages) if body.messages is not None else codec.encode(body.prompt or "")
-    return ids, sampling
+    if body.messages is not None and body.prompt is None:
+        return codec.encode_chat(body.messages), sampling
+    if body.prompt is not None and body.messages is None:
+        return codec.encode(body.prompt), sampling
+    raise InvalidArgumentError("give prompt or messages, and one of them only")
 
 
 async def _events(running: Running) -> AsyncGenerator[bytes, None]:

@@ -20,7 +20,7 @@ class JsonRequest(Request):
     """A request that parses its body by :func:`parse_json`."""
 
     async def json(self) -> Any:
-        """Returns the parsed body. Raises ``json.JSONDecodeError``, ``ValueError`` or ``RecursionError``."""
+        """Returns the parsed body. Raises ``json.JSONDecodeError``."""
         state = self.scope.setdefault("state", {})
         if PARSED not in state:
             body = await self.body()

@@ -6,6 +6,7 @@ request of the LMI and TGI containers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from fastgen.runtime.requests.outputs import GenerationOutput, Logprobs
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.serving.http.errors import ERRORS, NOT_JSON, invalid_request, is_json
+from fastgen.serving.http.errors import ERRORS, NOT_JSON, invalid_request, is_json, not_json
 from fastgen.serving.http.generate import naming_the_field
 from fastgen.serving.http.json_route import PARSED, JsonRoute
 from fastgen.serving.http.openai.answers import finish_of
@@ -129,8 +130,8 @@ def sagemaker_routes(service: Service) -> APIRouter:
             raise BadRequestError(NOT_JSON)
         try:
             body = await request.json()
-        except (ValueError, RecursionError) as error:
-            raise BadRequestError(f"the body is not JSON: {error}") from None
+        except json.JSONDecodeError as error:
+            raise not_json(error) from None
         if not isinstance(body, dict):
             raise BadRequestError("the body must be a JSON object")
         for field, path in _OPENAI.items():
