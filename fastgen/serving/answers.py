@@ -34,6 +34,8 @@ class TextRules:
     spelled: Mapping[int, str] = field(default_factory=dict)
     # Whether the stop string or stop token that ends an answer is part of its text.
     includes_stop: bool = False
+    # Whether each token has an update of its own.
+    reports_each_token: bool = False
 
 
 USUAL_TEXT = TextRules()
@@ -64,6 +66,7 @@ class Answers:
         self._prompt_ids, self._sampling = prompt_ids, sampling
         # Tokens without text: a stop token, which comes last.
         self._mute_ids = frozenset[int]() if rules.includes_stop else sampling.stop_ids(codec.eos_token_ids)
+        self._reports_each_token = rules.reports_each_token
         self._new_detokenizer = None
         if codec.has_tokenizer:
             self._new_detokenizer = partial(
@@ -99,6 +102,16 @@ class Answers:
         return Update(
             progress.index, text, progress.token_ids, progress.logprobs, progress.end, progress.prompt_logprobs
         )
+
+    def parts(self, progress: Progress) -> list[Progress]:
+        """Returns ``progress`` in parts, for each of which there is an update: by default it is one."""
+        if not self._reports_each_token or len(progress.token_ids) < 2:
+            return [progress]
+        parts = [Progress(progress.number, progress.index, [token_id], None, None) for token_id in progress.token_ids]
+        for part, logprobs in zip(parts, progress.logprobs or (), strict=False):
+            part.logprobs = [logprobs]
+        parts[0].prompt_logprobs, parts[-1].end = progress.prompt_logprobs, progress.end
+        return parts
 
     def output(self, request_id: int) -> GenerationOutput:
         """Returns the finished answer, as ``LLM.generate`` returns it."""

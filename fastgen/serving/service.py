@@ -258,7 +258,7 @@ class Running:
     async def __aiter__(self) -> AsyncIterator[list[Update]]:
         """Yields all progress since the last iteration, merged. Raises ``RefusedError`` if the request fails."""
         while not self._answers.finished:
-            yield [self._add(progress) for progress in await self._request.news()]
+            yield [self._add(part) for progress in await self._request.news() for part in self._answers.parts(progress)]
 
     async def output(self) -> GenerationOutput:
         """Waits for the whole answer. Until it has ended nothing of it is taken, so that an engine that is lost costs

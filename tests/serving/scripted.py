@@ -55,8 +55,8 @@ class _Piecemeal(EngineRequest):
 class ScriptedService:
     """The part of a ``Service`` that the endpoints use.
 
-    ``answer`` returns each request's tokens and finish reason, or nothing for one that waits for ever. All requests are
-    kept in ``asked``.
+    ``answer`` returns each request's tokens and finish reason, or nothing for one that waits for ever. All
+    log-probabilities are -0.5. All requests are kept in ``asked``. With ``at_once`` all tokens are reported together.
     """
 
     model_name = MODEL
@@ -67,8 +67,9 @@ class ScriptedService:
         answer: Callable[[list[int], SamplingParams], tuple[list[int], FinishReason]],
         *,
         max_model_len: int = 4096,
+        at_once: bool = False,
     ):
-        self.codec, self._answer = codec, answer
+        self.codec, self._answer, self._at_once = codec, answer, at_once
         self.facts = SimpleNamespace(max_model_len=max_model_len, vocab_size=len(codec.tokenizer))
         self.asked: list[tuple[list[int], SamplingParams]] = []
         self._cancelled: set[EngineRequest] = set()
@@ -90,13 +91,20 @@ class ScriptedService:
         session: str | None = None,
     ) -> Running:
         self.asked.append((prompt_ids, sampling))
-        request = _Piecemeal(len(self.asked), len(prompt_ids), sampling, 0.0)
+        kind = EngineRequest if self._at_once else _Piecemeal
+        request = kind(len(self.asked), len(prompt_ids), sampling, 0.0)
         token_ids, reason = self._answer(prompt_ids, sampling)
-        for token_id in token_ids[:-1]:
-            request.add(Progress(request.number, 0, [token_id], None, None))
-        if token_ids:
-            end = End(reason, None, None, RequestMetrics(queue_s=0.0, ttft_s=0.1), 0.1)
-            request.add(Progress(request.number, 0, token_ids[-1:], None, end))
+        for number, token_id in enumerate(token_ids, start=1):
+            logprobs = None if sampling.logprobs is None else [{token_id: -0.5}]
+            is_last = number == len(token_ids)
+            end = End(reason, None, None, RequestMetrics(queue_s=0.0, ttft_s=0.1), 0.1) if is_last else None
+            request.add(Progress(request.number, 0, [token_id], logprobs, end))
+        if token_ids and sampling.prompt_logprobs is not None:
+            request._news[0].prompt_logprobs = [None, *({token_id: -0.5} for token_id in prompt_ids[1:])]
+        if self._at_once and token_ids:
+            first, last = request._news[0], request._news[-1]
+            logprobs = [each for one in request._news for each in one.logprobs or ()] or None
+            request._news = [Progress(first.number, 0, [*token_ids], logprobs, last.end, first.prompt_logprobs)]
         return Running(self, request, Answers(prompt_ids, sampling, self.codec, rules))  # type: ignore[arg-type]
 
 

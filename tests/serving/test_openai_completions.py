@@ -10,7 +10,9 @@ import pytest
 from openai.types import Completion
 
 import fastgen
-from fastgen.runtime.requests.outputs import GenerationOutput
+from fastgen.runtime.requests.outputs import FinishReason, GenerationOutput
+from tests.serving.scripted import MODEL as SCRIPTED
+from tests.serving.scripted import ScriptedService, ask, scripted_codec
 from tests.serving.server_process import ServerProcess
 
 MODEL = "tiny-llama"
@@ -190,6 +192,34 @@ def test_stop_strings(client: openai.OpenAI, llm: fastgen.LLM) -> None:
     streamed = [chunk.choices[0] for chunk in client.completions.create(**fields, stream=True)]
     assert "".join(choice.text for choice in streamed) == cut.text
     assert [choice.finish_reason for choice in streamed] == [None] * (len(streamed) - 1) + ["stop"]
+
+
+@pytest.mark.parametrize("spells", [False, True])
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_offsets_of_tokens_beside_special_ones(spells: bool, reason: FinishReason) -> None:
+    """In prompts that spell special tokens, in answers where they have a text, and where a stop string cuts a token."""
+    codec = scripted_codec("", ("<think>",))
+    answer = codec.encode_text("One<think>two three", add_special_tokens=False)
+    service = ScriptedService(codec, lambda prompt, sampling: (answer, reason))
+    fields: dict[str, Any] = {
+        "model": SCRIPTED, "prompt": "Say<think>it.", "max_tokens": 50, "logprobs": 0, "echo": True, "stop": "ree",
+        "extra_body": {"skip_special_tokens": not spells},
+    }  # fmt: skip
+
+    async def use(client: openai.AsyncOpenAI) -> tuple[Any, list[Any]]:
+        stream = await client.completions.create(**fields, stream=True)
+        return (await client.completions.create(**fields)).choices[0], [chunk.choices[0] async for chunk in stream]
+
+    whole, streamed = ask(service, use)
+    assert whole.text == "".join(one.text for one in streamed)
+    assert whole.text == f"Say<think>it.One{'<think>' if spells else ''}two th"
+    for name in ("tokens", "text_offset", "token_logprobs"):
+        assert getattr(whole.logprobs, name) == [each for one in streamed for each in getattr(one.logprobs, name)]
+    bos, *offsets = zip(whole.logprobs.tokens, whole.logprobs.text_offset, strict=True)
+    assert bos[1] == 0
+    for token, offset in offsets:
+        has_text = token != "<think>" or spells or offset < len("Say<think>it.")
+        assert whole.text[offset:].startswith(token if has_text else "") or offset + len(token) > len(whole.text)
 
 
 def test_extensions_reach_the_engine(client: openai.OpenAI, llm: fastgen.LLM) -> None:

@@ -92,8 +92,10 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
     ({"guided_json": {"x-guidance": {}}}, "guided_json"),
-    ({"guided_regex": "("}, "response_format"),
-    ({"guided_grammar": "root ::= ("}, "response_format"),
+    ({"guided_regex": "("}, "guided_regex"),
+    ({"guided_grammar": "root ::= ("}, "guided_grammar"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"json": {"type": "fish"}}}, "structured_outputs.json"),
     *(
         ({name: value}, name)
         for name, value in {
@@ -262,9 +264,51 @@ def test_bodies_that_are_no_request(server: ServerProcess, body: bytes, status: 
         assert found["error"]["message"]
 
 
+HALF = r'"\ud800"'
+TOOL_OF_RESPONSES = f'{{"type": "function", "name": "a", "description": {HALF}}}'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", f'{{"model": "tiny-llama", "prompt": ["a", {HALF}]}}', "prompt[1]"),
+        ("/v1/completions", f'{{"model": "tiny-llama", "prompt": "a", {HALF}: 1}}', None),
+        (
+            "/v1/chat/completions",
+            f'{{"model": "tiny-llama", "messages": [{{"role": "user", "content": {HALF}}}]}}',
+            "messages[0].content",
+        ),
+        (
+            "/v1/responses",
+            f'{{"model": "tiny-llama", "input": "a", "tool_choice": "none", "tools": [{TOOL_OF_RESPONSES}]}}',
+            "tools[0].description",
+        ),
+        ("/invocations", f'{{"inputs": "a", "parameters": {{"stop": [{HALF}]}}}}', "parameters.stop[0]"),
+        ("/generate", f'{{"prompt": "a", "stop": {HALF}}}', "stop"),
+    ],
+)
+def test_half_of_a_character_is_refused_where_it_stands(
+    server: ServerProcess, path: str, body: str, param: str | None
+) -> None:
+    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
+    try:
+        connection.request("POST", path, body, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        error = json.loads(answer.read())["error"]
+    finally:
+        connection.close()
+    assert (answer.status, error["param"]) == (400, param)
+    assert "half of a pair of surrogates" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [({"beam_width": 3, "temperature": 0.7}, "beam_width"), ({"max_new_tokens": 9999}, "prompt"), ({"n": 0}, "n")],
+    [
+        ({"beam_width": 3, "temperature": 0.7}, "beam_width"),
+        ({"max_new_tokens": 9999}, "prompt"),
+        ({"n": 0}, "n"),
+        ({"prompt": []}, "prompt"),
+    ],
 )
 def test_what_generate_refuses_is_about_the_field_that_it_names(
     client: openai.OpenAI, fields: dict[str, Any], param: str

@@ -198,10 +198,38 @@ def test_one_call_where_no_more_are_wanted() -> None:
     assert service.num_cancelled >= 1
 
 
-def test_a_call_that_breaks_off_has_no_other_reason() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_stream_and_a_whole_answer_of_one_call_end_with_the_same_token(at_once: bool, reason: FinishReason) -> None:
+    codec = scripted_codec(HERMES)
     text = written(TOOL_FORMATS["hermes"], [OSLO])
-    found = answer(always(scripted_codec(HERMES), text[: text.index("Oslo") + 2], "length"))
-    assert found.choices[0].finish_reason == "length"
+    token_ids = codec.encode_text(text + " And more.", add_special_tokens=False)
+    service = ScriptedService(codec, lambda prompt, sampling: (token_ids, reason), at_once=at_once)
+    fields = {**ASKED, "parallel_tool_calls": False, "logprobs": True}
+
+    async def use(client: openai.AsyncOpenAI) -> tuple[Any, list[Any]]:
+        stream = await client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+        return await client.chat.completions.create(**fields), [chunk async for chunk in stream]
+
+    whole, (*chunks, last) = ask(service, use)
+    choices = [chunk.choices[0] for chunk in chunks]
+    (choice,) = whole.choices
+    assert choice.finish_reason == choices[-1].finish_reason == "tool_calls"
+    assert whole.usage.completion_tokens == last.usage.completion_tokens < len(token_ids)
+    streamed = [each for one in choices if one.logprobs is not None for each in one.logprobs.content]
+    assert choice.logprobs.content == streamed
+    assert len(streamed) == whole.usage.completion_tokens
+    end = text.index("}") + 1  # of the arguments, with which the call is complete
+    assert len("".join(each.token for each in streamed).strip()) >= end
+    assert len("".join(each.token for each in streamed[:-1]).strip()) < end
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_a_call_that_breaks_off_has_no_other_reason(reason: FinishReason) -> None:
+    text = written(TOOL_FORMATS["hermes"], [OSLO])
+    service = always(scripted_codec(HERMES), text[: text.index("Oslo") + 2], reason)
+    found = answer(service)
+    assert found.choices[0].finish_reason == reason
     assert calls_of(found) == [("look_up", '{"city": "Os')]
 
 

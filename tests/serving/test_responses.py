@@ -10,6 +10,7 @@ import pydantic
 import pytest
 
 import fastgen
+from fastgen.runtime.requests.outputs import FinishReason
 from fastgen.serving.tools.formats import TOOL_FORMATS
 from tests.serving.scripted import MODEL as SCRIPTED
 from tests.serving.scripted import ScriptedService, ask, scripted_codec
@@ -48,6 +49,7 @@ def test_the_answer_is_the_librarys(client: openai.OpenAI, llm: fastgen.LLM) -> 
     assert (found.status, found.store, found.error) == ("incomplete", False, None)
     assert found.incomplete_details is not None
     assert found.incomplete_details.reason == "max_output_tokens"
+    assert found.completed_at is None
     assert found.id.startswith("resp_")
     assert found.usage is not None
     assert (found.usage.input_tokens, found.usage.output_tokens) == (len(expected.prompt_token_ids), 12)
@@ -260,14 +262,16 @@ def test_one_call_where_no_more_are_wanted() -> None:
     for found in (whole, last.response):
         assert [item.type for item in found.output] == ["message", "function_call"]
         assert found.status == "completed"
+    assert whole.usage == last.response.usage
 
 
-def test_a_call_that_breaks_off_is_incomplete() -> None:
+@pytest.mark.parametrize(("reason", "status"), [("length", "incomplete"), ("stop", "completed")])
+def test_a_call_that_breaks_off_is_incomplete(reason: FinishReason, status: str) -> None:
     text = written(TOOL_FORMATS["hermes"], [OSLO])
-    service = always(scripted_codec(HERMES), text[: text.index("Oslo") + 2], "length")
+    service = always(scripted_codec(HERMES), text[: text.index("Oslo") + 2], reason)
     found = ask(service, lambda client: client.responses.create(**ASKED))
     (call,) = found.output
-    assert (call.type, call.status, found.status) == ("function_call", "incomplete", "incomplete")
+    assert (call.type, call.status, found.status) == ("function_call", "incomplete", status)
 
 
 def test_the_template_gets_calls_and_their_results() -> None:

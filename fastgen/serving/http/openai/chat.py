@@ -25,6 +25,7 @@ from fastgen.serving.http.openai.answers import (
     usage_of,
 )
 from fastgen.serving.http.openai.conversations import PreparedChat
+from fastgen.serving.http.openai.formats import naming_format
 from fastgen.serving.http.openai.logprobs import chat_logprobs
 from fastgen.serving.http.openai.requests import ChatRequest
 from fastgen.serving.http.openai.run import (
@@ -57,13 +58,15 @@ def chat_routes(service: Service, tool_format: ToolFormat | None) -> APIRouter:
         check_model(service, body.model)
         chat = await PreparedChat.of(service, body, tool_format)
         writer = _Writer(service, body, chat.tools, len(chat.prompt_ids), f"chatcmpl-{request_id_of(request)}")
-        with chat.naming_tools():
+        with naming_format(chat.format_field):
             batch = await chat.submit(service, request, is_stream=bool(body.stream))
             if body.stream:
                 return await event_stream(request, batch, _events(batch, writer, body))
             async with batch, unless_gone(request):
                 (output,) = await batch.outputs()
-        return await json_response(lambda: writer.whole(output), is_large=batch.is_large)
+        return await json_response(
+            lambda: writer.whole(chat.until_first_call(output, service.codec)), is_large=batch.is_large
+        )
 
     return router
 
@@ -182,4 +185,5 @@ class _Writer:
 
 def _finish(reason: FinishReason, error: str | None, writer: CallWriter | None) -> ChatFinish:
     finish = finish_of(reason, error)
-    return "tool_calls" if finish == "stop" and writer is not None and writer.calls else finish
+    has_whole_calls = writer is not None and bool(writer.calls) and not writer.is_inside_call
+    return "tool_calls" if finish == "stop" and has_whole_calls else finish

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fastgen.runtime.requests.outputs import GenerationOutput, Logprobs
-from fastgen.serving.answers import Update
+from fastgen.serving.answers import TextRules, Update
 from fastgen.serving.http.errors import ERRORS
 from fastgen.serving.http.json_route import JsonRoute
 from fastgen.serving.http.openai.answers import (
@@ -20,6 +20,7 @@ from fastgen.serving.http.openai.answers import (
     finish_of,
     usage_of,
 )
+from fastgen.serving.http.openai.formats import format_field, naming_format
 from fastgen.serving.http.openai.logprobs import CompletionLogprobsWriter
 from fastgen.serving.http.openai.requests import CompletionRequest
 from fastgen.serving.http.openai.run import (
@@ -69,14 +70,15 @@ def completion_routes(service: Service) -> APIRouter:
             for ids in prompt_ids
         ]
         samplings = [with_special_stops(body, sampling, codec) for sampling in samplings]
-        writer = _Writer(service, body, prompts, prompt_ids, f"cmpl-{request_id_of(request)}")
-        batch = await Batch.submit(
-            service, request, prompt_ids, samplings, is_stream=bool(body.stream), rules=text_rules(body, codec)
-        )
-        if body.stream:
-            return await event_stream(request, batch, _events(batch, writer, body))
-        async with batch, unless_gone(request):
-            outputs = await batch.outputs()
+        rules = text_rules(body, codec)
+        writer = _Writer(service, body, prompts, prompt_ids, rules, f"cmpl-{request_id_of(request)}")
+        is_stream = bool(body.stream)
+        with naming_format(format_field(body)):
+            batch = await Batch.submit(service, request, prompt_ids, samplings, is_stream=is_stream, rules=rules)
+            if is_stream:
+                return await event_stream(request, batch, _events(batch, writer, body))
+            async with batch, unless_gone(request):
+                outputs = await batch.outputs()
         return await json_response(lambda: writer.whole(outputs), is_large=batch.is_large)
 
     return router
@@ -102,10 +104,11 @@ class _Writer:
         body: CompletionRequest,
         prompts: list[str | list[int]],
         prompt_ids: list[list[int]],
+        rules: TextRules,
         completion_id: str,
     ):
         self._codec, self._body = service.codec, body
-        self._prompt_ids = prompt_ids
+        self._prompts, self._prompt_ids, self._rules = prompts, prompt_ids, rules
         self._n = body.n or 1
         self._head: dict[str, Any] = {
             "id": completion_id,
@@ -118,7 +121,8 @@ class _Writer:
         self._usage = StreamUsage(sum(map(len, prompt_ids)), counts_answer=self._shows_answer)
         self._logprobs: dict[int, CompletionLogprobsWriter] = {}
         self._prompt_logprobs: dict[int, CompletionLogprobs] = {}
-        self._begun: set[int] = set()
+        # The characters sent so far of each choice that has begun.
+        self._lengths: dict[int, int] = {}
 
     def whole(self, outputs: list[GenerationOutput]) -> Completion:
         """Returns the answer without streaming."""
@@ -142,22 +146,24 @@ class _Writer:
         return self._completion(choices, usage_of(outputs, counts_answer=self._shows_answer))
 
     def chunk(self, number: int, update: Update) -> list[Completion]:
-        """Returns the next chunk of a stream, or ``None`` if there is nothing to send."""
+        """Returns the next chunk of a stream, in a list that is empty if there is nothing to send."""
         self._usage.add(update)
         index = self._n * number + update.index
         finish = None if update.end is None else finish_of(update.end.reason, update.end.error)
         text, logprobs = "", None
         if self._body.logprobs is not None:
             logprobs = _none()
-        if index not in self._begun:
-            self._begun.add(index)
+        if index not in self._lengths:
+            self._lengths[index] = 0
             text = self._echoes[number]
             if logprobs is not None:
                 logprobs = self._start_logprobs(index, number, update.prompt_logprobs)
         if self._shows_answer:
             text += update.text
-            if logprobs is not None:
-                _extend(logprobs, self._logprobs[index].write(update.token_ids, update.logprobs or []))
+        self._lengths[index] += len(text)
+        if self._shows_answer and logprobs is not None:
+            end = None if update.end is None else self._lengths[index]
+            _extend(logprobs, self._logprobs[index].write(update.token_ids, update.logprobs or [], end))
         if not (text or finish or (logprobs is not None and logprobs["tokens"])):
             return []
         options = self._body.stream_options
@@ -177,15 +183,17 @@ class _Writer:
         """Returns the log-probabilities with which those of choice ``index`` begin: the prompt's if it is echoed, else
         none.
         """
-        num_top, ids = self._body.logprobs or 0, self._prompt_ids[number]
+        num_top, prompt, ids = self._body.logprobs or 0, self._prompts[number], self._prompt_ids[number]
         self._logprobs[index] = CompletionLogprobsWriter(
-            self._codec, num_top, context_ids=ids, start=len(self._echoes[number])
+            self._codec, num_top, self._rules.spelled, context_ids=ids, start=len(self._echoes[number])
         )
         if not self._body.echo:
             return _none()
         if prompt_logprobs is not None:
-            prompt = CompletionLogprobsWriter(self._codec, num_top)
-            self._prompt_logprobs[number] = prompt.write(ids, prompt_logprobs, len(self._echoes[number]))
+            written = self._codec.special_ids(prompt) if isinstance(prompt, str) else {}
+            spelled = {token_id: spelling for spelling, token_id in written.items()}
+            writer = CompletionLogprobsWriter(self._codec, num_top, spelled)
+            self._prompt_logprobs[number] = writer.write(ids, prompt_logprobs, len(self._echoes[number]))
         echoed = self._prompt_logprobs[number]
         return {
             "tokens": [*echoed["tokens"]],

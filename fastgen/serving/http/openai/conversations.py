@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from fastapi import Request
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.requests.outputs import GenerationOutput
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.text.codec import TextCodec
 from fastgen.runtime.text.prompts import TemplateOptions
 from fastgen.serving.answers import TextRules
+from fastgen.serving.http.openai.formats import format_field
 from fastgen.serving.http.openai.messages import Message, for_template
 from fastgen.serving.http.openai.requests import ChatRequest
 from fastgen.serving.http.openai.run import Batch, check_prompt, code_of
 from fastgen.serving.http.openai.sampling import chat_sampling
 from fastgen.serving.http.openai.text_rules import num_kept, text_rules, with_special_stops
-from fastgen.serving.http.openai.tools import ChatTools, chat_tools
+from fastgen.serving.http.openai.tools import ChatTools, chat_tools, until_first_call
 from fastgen.serving.http.openai.tools import for_template as tools_for_template
 from fastgen.serving.http.openai.vllm import VllmChatFields
 from fastgen.serving.refusals import BadRequestError
@@ -36,8 +37,8 @@ class PreparedChat:
     rules: TextRules
     # The tools that the answer may call.
     tools: ChatTools | None
-    # Whether the answer's format, if any, was built from the tools alone.
-    is_format_of_tools: bool
+    # The field that gives the answer's format, if it has one.
+    format_field: str
     # The name of the conversation that it belongs to, if the client gave one.
     session: str | None
 
@@ -64,9 +65,10 @@ class PreparedChat:
             vocab_size=facts.vocab_size,
         )
         rules = text_rules(body, codec, {} if tools is None else tools.spelled)
-        is_format_of_tools = tools is not None and body.response_format is None
+        if tools is not None and not tools.is_parallel:
+            rules = replace(rules, reports_each_token=True)  # so that the answer ends with the token that ends the call
         sampling = with_special_stops(body, sampling, codec)
-        return cls(prompt_ids, sampling, rules, tools, is_format_of_tools, body.prompt_cache_key)
+        return cls(prompt_ids, sampling, rules, tools, format_field(body) or "tools", body.prompt_cache_key)
 
     async def submit(self, service: Service, request: Request, *, is_stream: bool) -> Batch:
         """Queues it. Raises ``RefusedError``."""
@@ -80,15 +82,21 @@ class PreparedChat:
             session=self.session,
         )
 
-    @contextmanager
-    def naming_tools(self) -> Iterator[None]:
-        """Makes refusals of the answer's format name the field ``tools``, if it was built from them alone."""
-        try:
-            yield
-        except BadRequestError as error:
-            if self.is_format_of_tools and str(error).startswith("response_format"):
-                raise BadRequestError(str(error).replace("response_format", "tools", 1), param="tools") from error
-            raise
+    def until_first_call(self, output: GenerationOutput, codec: TextCodec) -> GenerationOutput:
+        """Returns ``output`` as far as a stream sends it: up to the end of its first call, if it may have one only."""
+        if self.tools is None or self.tools.is_parallel:
+            return output
+        first, *others = (
+            until_first_call(
+                completion,
+                self.tools,
+                codec.new_detokenizer(
+                    self.prompt_ids, self.sampling, self.rules.spelled, includes_stop=self.rules.includes_stop
+                ),
+            )
+            for completion in output.completions
+        )
+        return replace(first, others=tuple(others))
 
 
 async def encode_chat(

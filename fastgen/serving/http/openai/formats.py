@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field, StringConstraints
@@ -76,6 +77,22 @@ class _HasFormats(Protocol):
 def wants_compact_json(request: _HasFormats) -> bool:
     """Returns whether JSON shall have no whitespace."""
     return request.structured_outputs is not None and bool(request.structured_outputs.disable_any_whitespace)
+
+
+def format_field(request: _HasFormats) -> str | None:
+    """Returns the name of the first field that gives a format, or ``None``."""
+    return next((param for param, _, value in _fields(request) if value is not None), None)
+
+
+@contextmanager
+def naming_format(field: str | None) -> Iterator[None]:
+    """Makes refusals of the answer's format name ``field``, which gives it."""
+    try:
+        yield
+    except BadRequestError as error:
+        if field is None or not str(error).startswith("response_format"):
+            raise
+        raise BadRequestError(str(error).replace("response_format", field, 1), param=field) from error
 
 
 def required_format(request: _HasFormats) -> ResponseFormat | None:

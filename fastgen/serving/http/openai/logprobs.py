@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fastgen.runtime.requests.outputs import Logprobs
 from fastgen.runtime.text.codec import TextCodec
@@ -16,12 +16,21 @@ class CompletionLogprobsWriter:
     """Converts the log-probabilities of one choice: its tokens as text, each with its offset in the choice's text.
 
     Each position has the ``num_top`` most likely tokens and the chosen one. ``start`` is the offset of the first token:
-    after the prompt, if that is echoed. ``context_ids`` are the tokens before it.
+    after the prompt, if that is echoed. ``context_ids`` are the tokens before it, and ``spelled`` the special tokens
+    that have a text.
     """
 
-    def __init__(self, codec: TextCodec, num_top: int, *, context_ids: Sequence[int] = (), start: int = 0):
+    def __init__(
+        self,
+        codec: TextCodec,
+        num_top: int,
+        spelled: Mapping[int, str],
+        *,
+        context_ids: Sequence[int] = (),
+        start: int = 0,
+    ):
         self._codec, self._num_top, self._offset = codec, num_top, start
-        self._detokenizer = codec.new_detokenizer(context_ids) if codec.has_tokenizer else None
+        self._detokenizer = codec.new_detokenizer(context_ids, spelled=spelled) if codec.has_tokenizer else None
 
     def write(
         self, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None], end: int | None = None

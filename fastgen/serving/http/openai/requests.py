@@ -132,7 +132,7 @@ class CompletionRequest(SamplingRequest):
     echo: bool | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
     best_of: Annotated[int | None, Field(ge=1, le=MAX_N)] = None
-    suffix: Annotated[None, refused("the models here do not fill in before a suffix")] = None
+    suffix: Annotated[Literal[""] | None, refused("the models here do not fill in before a suffix", unless="")] = None
     prompt_embeds: Annotated[None, refused("the models here read text and token ids")] = None
 
 
@@ -158,7 +158,7 @@ class ChatRequest(SamplingRequest, VllmChatFields):
     safety_identifier: Label | None = None
     prompt_cache_retention: Literal["in_memory"] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
+    store: Annotated[Literal[False] | None, refused("nothing is stored here", unless=False)] = None
     modalities: Annotated[list[Literal["text"]] | None, Field(min_length=1, max_length=1)] = None
 
     audio: Annotated[None, refused("the models here write text")] = None

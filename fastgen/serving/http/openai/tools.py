@@ -5,12 +5,14 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.requests.outputs import GenerationOutput
 from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.runtime.text.codec import TextCodec
+from fastgen.runtime.text.detokenizer import Detokenizer
 from fastgen.serving.http.openai.answers import ToolCallDelta, ToolCallOfMessage
 from fastgen.serving.http.openai.formats import required_format, wants_compact_json
 from fastgen.serving.http.openai.messages import NamedTool, Tool
@@ -111,6 +113,22 @@ def new_call_id() -> str:
     return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
 
 
+def until_first_call(output: GenerationOutput, tools: ChatTools, detokenizer: Detokenizer) -> GenerationOutput:
+    """Returns ``output`` up to the token that ends its first call. ``detokenizer`` makes the text of its tokens."""
+    writer = CallWriter(tools.parser(), is_parallel=False)
+    text = ""
+    for number, token_id in enumerate(output.token_ids, start=1):
+        piece = detokenizer.append(token_id)
+        text += piece
+        writer.write(piece, is_last=False)
+        if writer.has_ended:
+            logprobs = None if output.logprobs is None else output.logprobs[:number]
+            return replace(
+                output, text=text, token_ids=output.token_ids[:number], logprobs=logprobs, finish_reason="stop"
+            )
+    return output
+
+
 class CallWriter:
     """Gives the calls of one answer their ids, and converts them to OpenAI's format."""
 
@@ -120,6 +138,8 @@ class CallWriter:
         self._content: list[str] = []
         # Whether the only allowed call is complete; anything after it is ignored.
         self.has_ended = False
+        # Whether the last call is not complete.
+        self.is_inside_call = False
 
     @property
     def calls(self) -> list[ToolCallOfMessage]:
@@ -140,8 +160,9 @@ class CallWriter:
             if isinstance(event, Content):
                 content += event.text
             elif isinstance(event, CallEnds):
-                self.has_ended = not self._is_parallel
+                self.has_ended, self.is_inside_call = not self._is_parallel, False
             else:
+                self.is_inside_call = True
                 deltas.append(self._delta(event))
             if self.has_ended:
                 break

@@ -41,9 +41,12 @@ class OutputWriter:
         return events
 
     def finish(self, status: _Status) -> list[dict[str, Any]]:
-        """Ends the last item with ``status``. An answer without any item gets an empty message."""
+        """Ends the last item with ``status``; a call that breaks off is incomplete, whatever ended the answer. An
+        answer without any item gets an empty message.
+        """
         events = [] if self.items else self._begin_message()
-        return events + self._end(status)
+        is_inside_call = self._open is not None and self._open["type"] == "function_call"
+        return events + self._end("incomplete" if is_inside_call else status)
 
     def _pieces(self, text: str, is_last: bool) -> list[Event]:
         if self._parser is None:

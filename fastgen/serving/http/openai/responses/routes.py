@@ -14,6 +14,7 @@ from fastgen.serving.http.errors import ERRORS
 from fastgen.serving.http.json_route import JsonRoute
 from fastgen.serving.http.openai.answers import ContentLogprob, Usage, finish_of, usage_of
 from fastgen.serving.http.openai.conversations import PreparedChat
+from fastgen.serving.http.openai.formats import naming_format
 from fastgen.serving.http.openai.logprobs import chat_logprobs
 from fastgen.serving.http.openai.requests import ChatRequest
 from fastgen.serving.http.openai.responses.answers import ResponseAnswer, response_usage
@@ -50,13 +51,15 @@ def responses_routes(service: Service, tool_format: ToolFormat | None) -> APIRou
             as_chat = body.chat()
             chat = await PreparedChat.of(service, as_chat, tool_format)
             writer = _Writer(service, body, as_chat, chat, request_id_of(request))
-            with chat.naming_tools():
+            with naming_format(chat.format_field):
                 batch = await chat.submit(service, request, is_stream=bool(body.stream))
                 if body.stream:
                     return await event_stream(request, batch, _events(batch, writer), done=b"", failed=writer.failed)
                 async with batch, unless_gone(request):
                     (output,) = await batch.outputs()
-        return await json_response(lambda: writer.whole(output), is_large=batch.is_large)
+        return await json_response(
+            lambda: writer.whole(chat.until_first_call(output, service.codec)), is_large=batch.is_large
+        )
 
     return router
 
@@ -124,7 +127,7 @@ class _Writer:
         events = self._output.finish(status)  # type: ignore[arg-type]
         response = self._response(
             status,
-            completed_at=now(),
+            completed_at=now() if is_whole else None,
             usage=response_usage(usage),
             incomplete_details=None if is_whole else {"reason": "max_output_tokens"},
         )
