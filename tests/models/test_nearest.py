@@ -125,3 +125,14 @@ def test_a_checkpoint_that_says_it_is_another_architecture(tmp_path: Path) -> No
     with pytest.raises(RecipeError) as found:  # it is a Llama: only its own mistake is reported
         fastgen.load(tmp_path)
     assert "those of another" not in str(found.value)
+
+
+def test_a_wrong_key_does_not_make_it_another_architecture(tmp_path: Path) -> None:
+    """Its recipe cannot be resolved, and a Llama's, which has the same tensors, can."""
+    for file in BUILTINS["tiny-mistral"].iterdir():
+        shutil.copy(file, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": "wide"}))
+    with pytest.raises(RecipeError, match="sliding_window") as found:
+        fastgen.load(tmp_path)
+    assert "those of another" not in str(found.value)

@@ -14,10 +14,13 @@ import math
 import re
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
+
+from pydantic import BaseModel
 
 from fastgen.errors import FastgenError
 from fastgen.models.recipe.recipe import Recipe
@@ -119,7 +122,7 @@ def hint(config: Mapping[str, Any], directory: Path | None, recipes: Iterable[Re
     if directory is None:
         return ""
     try:
-        best = next(iter(_nearest(config, directory, recipes)), None)
+        best = next(iter(nearest_recipes(config, _shapes(directory), recipes)), None)
     except (FastgenError, OSError):  # a broken checkpoint is reported when it is loaded
         return ""
     advice = f"`fastgen recipe new {shlex.quote(str(directory))}` proposes a recipe for it."
@@ -130,9 +133,16 @@ def hint(config: Mapping[str, Any], directory: Path | None, recipes: Iterable[Re
 
 
 def tensors_of_another(config: Mapping[str, Any], directory: Path, recipe: Recipe, recipes: Iterable[Recipe]) -> str:
-    """Returns text to add to an error of ``recipe``: which other recipes fit the tensors, if ``recipe`` does not."""
+    """Returns text to add to an error of ``recipe``: which other recipes fit the tensors, if ``recipe`` does not.
+
+    A recipe that cannot be resolved has no tensors to compare. If it names all modules of the checkpoint, the tensors
+    are its own, and what it refuses is a key.
+    """
     try:
-        nearest = _nearest(config, directory, recipes)
+        shapes = _shapes(directory)
+        if _names_all(recipe, shapes):
+            return ""
+        nearest = nearest_recipes(config, shapes, recipes)
     except (FastgenError, OSError):
         return ""
     fitting = [
@@ -148,11 +158,40 @@ def tensors_of_another(config: Mapping[str, Any], directory: Path, recipe: Recip
     )
 
 
-def _nearest(config: Mapping[str, Any], directory: Path, recipes: Iterable[Recipe]) -> list[Nearness]:
+def _shapes(directory: Path) -> dict[str, Shape]:
     from fastgen.models.checkpoint.checkpoint import Checkpoint  # needs torch, which finding a recipe does not
 
-    shapes = {name: header.shape for name, header in Checkpoint.open(directory).tensors.items()}
-    return nearest_recipes(config, shapes, recipes)
+    return {name: header.shape for name, header in Checkpoint.open(directory).tensors.items()}
+
+
+def _names_all(recipe: Recipe, tensors: Iterable[str]) -> bool:
+    """Returns whether ``recipe`` has a module, or a tensor, of the name of each of ``tensors``, or ignores it."""
+    schema = recipe.schema
+    modules = tuple(f".{name}" for name in _texts((schema.model, *schema.aliases.values())))
+
+    def named(tensor: str) -> bool:
+        name = f".{tensor}"
+        return (
+            name.rpartition(".")[0].endswith(modules)
+            or name.endswith(modules)
+            or any(fnmatchcase(tensor, pattern) for pattern in schema.ignores.tensors)
+        )
+
+    return all(map(named, tensors))
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yields every text in the schema of a recipe, or in a part of it, that is no expression."""
+    match value:
+        case str():
+            yield value
+        case BaseModel():
+            yield from _texts(tuple(getattr(value, name) for name in type(value).model_fields))
+        case dict():
+            yield from _texts(tuple(value.values()))
+        case tuple():
+            for each in value:
+                yield from _texts(each)
 
 
 def translated(config: Mapping[str, Any], recipe: Recipe, known: Mapping[str, Any]) -> dict[str, Any]:
