@@ -281,6 +281,8 @@ class TestConfigKeys:
             ("is_encoder_decoder", 0),
             ("add_cross_attention", True),
             ("cross_attention_hidden_size", 64),
+            ("is_causal", False),
+            ("is_causal", None),
             ("pruned_heads", {"0": [1]}),
             ("quantization_config", {"quant_method": "gptq"}),
             ("auto_map", {"AutoModelForCausalLM": "modeling.Model"}),

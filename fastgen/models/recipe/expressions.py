@@ -7,7 +7,7 @@ bounded: the text, its nesting, the integers that it makes. Nothing repeats or j
 A missing key is an error unless the expression provides a value for it, in one of three forms:
 
 - ``x | default(v)``: ``v`` if ``x`` is absent (a JSON ``null`` stays ``None``);
-- ``x | otherwise(v)``: ``v`` if ``x`` is absent or null;
+- ``x | otherwise(v)``: ``v`` if ``x`` is absent, null, or a mapping without keys;
 - ``first('a.b', 'c', v)``: the first of these paths that is present, else ``v``.
 """
 
@@ -150,7 +150,7 @@ class _Evaluator:
                 return self.member(found, self.value(arg), _spelling(node))
             case nodes.Filter(node=nodes.Expr() as inner, name=name, args=[fallback]):
                 found = self.find(inner)
-                if isinstance(found, _Absent) or (found is None and name == "otherwise"):
+                if isinstance(found, _Absent) or (name == "otherwise" and (found is None or found == {})):
                     return self.find(fallback)
                 return found
             case nodes.Call(node=nodes.Name(name="first")):

@@ -32,10 +32,10 @@ INERT: Final = frozenset(
         # How a computation is carried out
         *("use_cache", "is_decoder", "pretraining_tp", "chunk_size_feed_forward"),
         *("_attn_implementation_autoset", "_attn_implementation", "attn_implementation"),
-        *("_flash_attn_2_enabled", "torchscript", "tf_legacy_loss"),
+        *("_flash_attn_2_enabled", "torchscript", "tf_legacy_loss", "experts_implementation"),
         # The outputs of a forward pass
         *("output_hidden_states", "output_attentions", "output_scores", "return_dict"),
-        *("return_dict_in_generate", "output_past"),
+        *("return_dict_in_generate", "output_past", "tie_last_hidden_states"),
         # Classification heads, which a language model does not have
         *("id2label", "label2id", "num_labels", "problem_type"),
         # Defaults of generation, which have their own file since transformers 4.25
@@ -53,6 +53,7 @@ HARMLESS: Final[dict[str, tuple[tuple[Any, ...], str]]] = {  # key: harmless val
     "is_encoder_decoder": ((False,), "the model has an encoder"),
     "add_cross_attention": ((False,), "the layers attend to an encoder"),
     "cross_attention_hidden_size": ((None,), "the layers attend to an encoder"),
+    "is_causal": ((True,), "a token sees the tokens behind it too"),
     "tie_encoder_decoder": ((False,), "the model has an encoder"),
     "pruned_heads": (({}, None), "some attention heads are removed"),
     "quantization_config": ((None,), "the weights are quantized, and fastgen reads plain weights"),

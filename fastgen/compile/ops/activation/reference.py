@@ -26,9 +26,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
     "gelu": F.gelu,
+    "gelu_python": F.gelu,
     "gelu_new": _tanh_gelu,
     "gelu_fast": _tanh_gelu,
     "gelu_pytorch_tanh": _tanh_gelu,
+    "gelu_python_tanh": _tanh_gelu,
+    "gelu_accurate": _tanh_gelu,
     "quick_gelu": _quick_gelu,
 }
 
