@@ -105,8 +105,11 @@ class StepRecord:
         self.blocks_free, self.blocks_cached = scheduler.reservations.num_free, scheduler.kv.pool.num_cached
 
     def step(self) -> Step:
-        """Returns the record in its present state, with names in place of keys."""
-        num_sampled = Counter(self.sampled)
+        """Returns the record in its present state, with names in place of keys. The step may end meanwhile, on another
+        thread.
+        """
+        ended_s = self.ended_s  # it is read first and set last, so that a step that has ended has its tokens
+        num_sampled = Counter(() if ended_s is None else self.sampled)
         decodes = [(key, start, 1, 0) for key, start in zip(self.decodes, self.positions, strict=True)]
         return Step(
             step=self.number,
@@ -114,7 +117,7 @@ class StepRecord:
             scheduled_s=self.scheduled_s,
             build_s=self.build_s,
             ran_s=self.ran_s,
-            ended_s=self.ended_s,
+            ended_s=ended_s,
             size=self.size,
             num_padding=self.num_padding,
             num_decodes=len(decodes),
@@ -284,7 +287,8 @@ class Recorder(Observer):
 
     def ended(self, step: EngineStep) -> None:
         record = self._records.pop(step)
-        record.ended_s, record.sampled = step.ended_s, [sequence.key for sequence, _ in step.given]
+        record.sampled = [sequence.key for sequence, _ in step.given]
+        record.ended_s = step.ended_s
 
     def beam_moves(self, beam: Sequence, parent: Sequence | None) -> None:
         self._moves.add(beam, parent, keeps_tokens=self.engine.prefix_caching)

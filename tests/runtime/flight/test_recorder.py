@@ -156,6 +156,37 @@ def blocks_of(recording: Recording) -> dict[str, list[int]]:
     }
 
 
+def test_a_step_that_ends_while_its_record_is_written_has_ended_with_its_tokens_or_not_at_all() -> None:
+    """A server writes recordings on another thread. Here the step ends when the record's decodes are read."""
+
+    class Decodes(list[Any]):
+        def __iter__(self) -> Any:
+            if not has_ended:
+                has_ended.append(True)
+                ended(step)
+            return super().__iter__()
+
+    history = random_history(random.Random(2))
+    for _ in range(2):
+        history.submit(3, max_new_tokens=9)
+    recorder, ended = history.engine.recorder, history.engine.recorder.ended
+    steps: list[EngineStep] = []
+    recorder.ended = steps.append  # type: ignore[method-assign]
+    for _ in range(4):
+        history.step()
+        has_ended: list[bool] = []
+        (record,), (step,) = recorder.last_steps(1), steps
+        record.decodes = Decodes(record.decodes)
+        for _ in range(2):
+            written = record.step()
+            num_sampled = sum(entry.num_sampled for entry in written.entries)
+            assert num_sampled == (0 if written.ended_s is None else len(step.given))
+        assert written.ended_s is not None
+        assert step.given
+        steps.clear()
+    history.engine.cancel_all()
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_block_numbers_say_which_blocks_are_equal_and_nothing_else(seed: int) -> None:
     history = random_history(random.Random(seed))
