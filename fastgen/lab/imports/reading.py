@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fastgen.errors import RecordingError
+
+# No time, count or rate of a run is larger; their squares can still be added.
+_MOST = 1e18
+
+
+def is_figure(value: object) -> bool:
+    """Returns whether a JSON value may be a time, a count or a rate: a number that is not negative."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST
 
 
 class Fields:
@@ -25,13 +32,14 @@ class Fields:
         raise RecordingError(f"{place}: {message}" if place else message, file=self.file)
 
     def number(self, name: str) -> float | None:
-        """Returns a finite number; ``None`` if it is missing or null."""
+        """Returns a number that may be a time, a count or a rate; ``None`` if it is missing or null."""
         value = self.data.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        if not is_figure(value):
             self.fail(name, f"expected a number, not {value!r:.80}")
-        return value
+        number: float = value
+        return number
 
     def inside(self, *names: str) -> Fields | None:
         """Returns the object at the end of the path ``names``; ``None`` if a part of it is missing or null."""

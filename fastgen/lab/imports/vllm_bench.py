@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from fastgen.lab.imports.reading import Fields, read_json
+from fastgen.lab.imports.reading import Fields, is_figure, read_json
 from fastgen.lab.imports.requests import ForeignRequest, figures
 from fastgen.lab.metrics.figures import UNITS
 from fastgen.lab.metrics.summary import Summary
@@ -41,6 +41,8 @@ def _summary(fields: Fields) -> Summary:
     values = {name: fields.number(name) for name in UNITS}
     completed = values["completed"] or 0
     num_prompts = fields.number("num_prompts")
+    if num_prompts is not None and completed > num_prompts:
+        fields.fail("completed", f"expected at most the {num_prompts:g} of num_prompts, not {completed:g}")
     if values["failed"] is None and num_prompts is not None:
         values["failed"] = num_prompts - completed
     num_gaps = (values["total_output_tokens"] or 0) - completed
@@ -68,22 +70,21 @@ def _requests(fields: Fields) -> list[ForeignRequest]:
     for sent_s, ttft_s, gaps_s, num_prompt, num_output, error in zip(*lists, strict=True):
         if error:
             continue
-        try:
-            *_, last_s = accumulate(gaps_s, initial=ttft_s)
-            found.append(
-                ForeignRequest(
-                    sent_s=sent_s,
-                    ended_s=sent_s + last_s,
-                    num_prompt_tokens=num_prompt,
-                    num_generated=num_output,
-                    latencies_ms={
-                        "ttft": (ttft_s * 1e3,),
-                        "itl": tuple(gap_s * 1e3 for gap_s in gaps_s),
-                        "tpot": ((last_s - ttft_s) * 1e3 / (num_output - 1),) if num_output > 1 else (),
-                        "e2el": (last_s * 1e3,),
-                    },
-                )
-            )
-        except (TypeError, ValueError):
+        if not isinstance(gaps_s, list) or not all(map(is_figure, (sent_s, ttft_s, num_prompt, num_output, *gaps_s))):
             fields.fail("itls", "expected numbers of each request")
+        *_, last_s = accumulate(gaps_s, initial=ttft_s)
+        found.append(
+            ForeignRequest(
+                sent_s=sent_s,
+                ended_s=sent_s + last_s,
+                num_prompt_tokens=num_prompt,
+                num_generated=num_output,
+                latencies_ms={
+                    "ttft": (ttft_s * 1e3,),
+                    "itl": tuple(gap_s * 1e3 for gap_s in gaps_s),
+                    "tpot": ((last_s - ttft_s) * 1e3 / (num_output - 1),) if num_output > 1 else (),
+                    "e2el": (last_s * 1e3,),
+                },
+            )
+        )
     return found

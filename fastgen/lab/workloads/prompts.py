@@ -14,7 +14,7 @@ def generator(seed: int, *parts: str | int) -> np.random.Generator:
 
     Each purpose has a generator of its own (``parts`` name it), so that a new draw for one leaves the others unchanged.
     """
-    name = "\0".join(map(str, (seed, *parts))).encode()
+    name = "\0".join(map(str, (seed, *parts))).encode(errors="surrogatepass")  # JSON may name halves of characters
     return np.random.default_rng(int.from_bytes(hashlib.sha256(name).digest()[:16], "little"))
 
 

@@ -44,6 +44,13 @@ def test_equal_hash_ids_have_equal_tokens() -> None:
     assert max(first.prompt_ids) < 1000
 
 
+def test_a_hash_id_may_be_half_a_character(tmp_path: Path) -> None:
+    """JSON can name what UTF-8 cannot."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(r'{"input_length": 3, "output_length": 1, "hash_ids": ["\ud800"]}', encoding="ascii")
+    assert lengths(requests(f"trace:{path}")) == [(3, 1)]
+
+
 def test_tokens_follow_from_the_seed_alone() -> None:
     spec = f"trace:{DATA}/mooncake.jsonl"
     assert requests(spec, seed=1) == requests(spec, seed=1)
@@ -132,6 +139,7 @@ def test_sharegpt_is_single_requests_or_sessions() -> None:
         ("d.json", '[{"conversations": [{"from": "human"}]}]', "entry 0: expected messages"),
         ("e.txt", "hello", ":1: this is none of the formats mooncake, sharegpt, burstgpt, azure"),
         ("e.txt", "", ":1: this is none of the formats"),
+        ("d.json", '[{"conversations": [{"from": {}, "value": "a"}]}]', "entry 0: expected a text in 'from', not {}"),
         ("d.json", "[]", "the trace has no request that can be sent"),
     ],
 )

@@ -61,6 +61,8 @@ def _pairs(file: TraceFile, number: int, messages: list[Any]) -> list[tuple[str,
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("value"), str):
             file.fail(f"entry {number}: expected messages with a text 'value', not {message!r:.80}")
+        if not isinstance(message.get("from", ""), str):
+            file.fail(f"entry {number}: expected a text in 'from', not {message['from']!r:.80}")
     found = []
     for question, answer in zip(messages[::2], messages[1::2], strict=False):
         if question.get("from") not in _ASKING or answer.get("from") in _ASKING:
