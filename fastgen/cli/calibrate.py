@@ -47,6 +47,6 @@ def calibrate(
         assert model is not None
         llm = fastgen.load(model, **load)
         found = measure(llm.release_engine(), model, seconds=seconds, seed=seed, sights=sights_of(llm.spec))
+    print(json.dumps(asdict(found)) if as_json else found.as_text())  # first: a file may not be written
     if output is not None:
         write_calibration(found, output)
-    print(json.dumps(asdict(found)) if as_json else found.as_text())

@@ -37,6 +37,9 @@ def test_a_recording_is_calibrated_from_the_command_line_and_why_expects_by_it(r
     assert "are expected of such steps" in explained.out
     facts = json.loads(run("why", "0", "--recording", str(flight), "--cost", str(cost), "--json").out)
     assert facts["expected_s"] > 0
+    unwritten = run("calibrate", "--recording", str(flight), "--output", str(tmp_path / "none" / "cost.json"))
+    assert (unwritten.status, "cannot be written" in unwritten.err) == (1, True)
+    assert unwritten.out, "what was measured is not lost"
 
 
 def test_wrong_usage_is_said_in_words(run: Run, tmp_path: Path) -> None:

@@ -76,3 +76,19 @@ def test_a_reader_who_left_is_no_error_to_tell_of(arguments: str) -> None:
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_ctrl_c_while_the_command_is_imported_shows_no_traceback() -> None:
+    program = (
+        "import builtins\n"
+        "from fastgen.__main__ import main\n"
+        "plain = builtins.__import__\n"
+        "def interrupted(name, *more, **others):\n"
+        "    if name == 'fastgen.cli.bench':\n"
+        "        raise KeyboardInterrupt\n"
+        "    return plain(name, *more, **others)\n"
+        "builtins.__import__ = interrupted\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

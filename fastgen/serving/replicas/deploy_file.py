@@ -32,7 +32,7 @@ def deploy_file(given: Mapping[str, Any]) -> str:
     load_arguments, options = sort_arguments(given, reads_keys=False)  # their file may be on another machine
     build(LoadOptions, load_arguments)
     if options.replicas is None:
-        raise InvalidArgumentError("print_config needs replicas: it writes the file that deploys them")
+        raise InvalidArgumentError("--print-config needs --replicas: it writes the file that deploys them")
     check_ports(options)
     arguments = {name: value for name, value in sorted(with_absolute_paths(given).items()) if name != "address"}
     try:

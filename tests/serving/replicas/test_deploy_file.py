@@ -96,7 +96,7 @@ def test_no_key_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     [
         ({"replicas": 1, "port": 0}, "port=0: replicas need a certain port"),
         ({"replicas": 1, "grpc_port": 0}, "grpc_port=0: replicas need a certain port"),
-        ({}, "print_config needs replicas"),
+        ({}, "--print-config needs --replicas"),
         ({"replicas": 0}, "replicas=0: expected an integer of at least 1"),
         ({"replicas": 1, "router": "best"}, "router='best': expected one of 'round_robin'"),
         ({"replicas": 1, "token_budget": 0}, "token_budget=0"),
