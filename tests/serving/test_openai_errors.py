@@ -138,6 +138,10 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "assistant", "content": "a", "audio": {"id": "a"}}]}, "messages[0].audio"),
     ({"messages": [{"role": "user", "content": "word " * 3000}]}, "messages"),
+    (
+        {"messages": [{"role": "assistant", "content": "a", "reasoning_content": "b"}]},
+        "messages[0].reasoning_content",
+    ),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
     ({"max_completion_tokens": 10**6}, "max_completion_tokens"),

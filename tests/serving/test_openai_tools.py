@@ -127,9 +127,9 @@ def test_a_stream_of_calls_gives_name_then_arguments() -> None:
 def test_the_template_is_told_of_tools_and_earlier_calls() -> None:
     service = always(scripted_codec(HERMES), "Cold.")
     call = {"id": "abc", "type": "function", "function": {"name": "look_up", "arguments": '{"city": "Oslo"}'}}
-    messages = [
+    messages: list[Any] = [
         *MESSAGES,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": None},
         {"role": "tool", "tool_call_id": "abc", "content": "-5"},
     ]
     found = answer(service, messages=messages)
@@ -146,7 +146,9 @@ def test_the_template_is_told_of_tools_and_earlier_calls() -> None:
 
 def test_the_template_is_told_which_tool_gave_what() -> None:
     call = {"id": "abc", "type": "function", "function": {"name": "look_up", "arguments": ""}}
-    service = always(scripted_codec("{{ tools }}<tool_call>{% for m in messages %}[{{ m.name }}]{% endfor %}"), "Cold.")
+    number = "{{ m.get('tool_calls', [{}])[0].get('index', '') }}"
+    template = f"{{{{ tools }}}}<tool_call>{{% for m in messages %}}[{{{{ m.name }}}}{number}]{{% endfor %}}"
+    service = always(scripted_codec(template), "Cold.")
     answer(
         service,
         messages=[
@@ -154,7 +156,10 @@ def test_the_template_is_told_which_tool_gave_what() -> None:
             {"role": "tool", "tool_call_id": "abc", "content": "too early"},
             {
                 "role": "assistant",
-                "tool_calls": [call, {**call, "id": "def", "function": {**call["function"], "name": "add"}}],
+                "tool_calls": [
+                    {**call, "index": 0},
+                    {**call, "id": "def", "function": {**call["function"], "name": "add"}},
+                ],
             },
             {"role": "tool", "tool_call_id": "def", "content": "4"},
             {"role": "tool", "tool_call_id": "abc", "content": "-5"},

@@ -58,6 +58,14 @@ PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"num_beams": 3, "length_penalty": 0.5}, {"temperature": 0, "beam_width": 3, "length_penalty": 0.5}),
     ({"ignore_eos_token": True}, {"temperature": 0, "ignore_eos": True}),
+    (  # what TGI's own client sends in any case
+        {
+            **dict.fromkeys(["best_of", "truncate", "typical_p", "top_n_tokens", "grammar", "adapter_id", "seed"]),
+            "watermark": False,
+        },
+        {"temperature": 0},
+    ),
+    ({"best_of": 1, "top_n_tokens": 0}, {"temperature": 0}),
 ]
 
 
@@ -67,6 +75,13 @@ def test_their_parameters_mean_what_they_mean_there(
 ) -> None:
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 12, **theirs}}
     assert invoke(http, body).json() == {"generated_text": llm.generate(PROMPT, max_new_tokens=12, **ours).text}
+
+
+def test_the_end_of_a_prompt_counts(http: httpx2.Client, llm: LLM) -> None:
+    ids = llm.tokenizer(PROMPT)["input_ids"]
+    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 5, "truncate": 2}}
+    wanted = llm.generate(ids[-2:], temperature=0, max_new_tokens=5)
+    assert invoke(http, body).json() == {"generated_text": wanted.text}
 
 
 def test_details_tell_of_every_token(http: httpx2.Client, llm: LLM) -> None:
@@ -142,6 +157,9 @@ def test_openais_bodies_are_those_of_openais_paths(http: httpx2.Client) -> None:
         ({"inputs": PROMPT, "parameters": {"top_k": 2**63}}, "parameters.top_k"),
         ({"inputs": PROMPT, "parameters": {"stop_token_ids": [2**64]}}, "parameters.stop_token_ids[0]"),
         ({"inputs": PROMPT, "parameters": {"temperature": -1.0}}, None),
+        ({"inputs": PROMPT, "parameters": {"best_of": 2}}, "parameters.best_of"),
+        ({"inputs": PROMPT, "parameters": {"watermark": True}}, "parameters.watermark"),
+        ({"inputs": PROMPT, "parameters": {"truncate": 0}}, "parameters.truncate"),
         ({"inputs": 3}, "inputs"),
         ({"inputs": [PROMPT, PROMPT], "stream": True}, None),
         ({"inputs": ["a"] * 2049}, "inputs"),

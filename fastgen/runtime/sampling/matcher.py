@@ -38,6 +38,8 @@ SLOW_TAKE_CPU_S = 0.005
 MAX_TAKE_WAIT_S = 0.002
 # The ``nice`` value of threads whose work no step waits for.
 LOW_PRIORITY = 10
+# The library's advice to set an option of its own, and what callers can do.
+_ADVICE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Use anyOf"
 
 
 class MaskSource(Protocol):
@@ -326,8 +328,8 @@ class Matcher:
 
 
 def message_of(error: str) -> str:
-    """Returns the library's message without its note that more could be said; empty if it only means that no token
-    fits.
+    """Returns the library's message without its note that more could be said, and with advice that callers can follow;
+    empty if it only means that no token fits.
     """
-    message = error.removesuffix("<non-verbose/>").strip()
+    message = error.removesuffix("<non-verbose/>").strip().replace(*_ADVICE)
     return "" if message == "NoExtensionBias" else message

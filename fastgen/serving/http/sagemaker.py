@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field, ValidationError
@@ -29,7 +29,7 @@ from fastgen.serving.http.openai.run import (
     json_line,
     json_response,
 )
-from fastgen.serving.http.openai.validation import FewErrors
+from fastgen.serving.http.openai.validation import FewErrors, refused
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Service
@@ -67,6 +67,16 @@ class Parameters(FewErrors):
     details: bool = False
     decoder_input_details: bool = False
     return_full_text: bool = False
+    # Keeps so many of the prompt's last tokens.
+    truncate: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+
+    # Fields that TGI's clients send whether or not they are wanted.
+    adapter_id: Annotated[None, refused("the model runs without adapters")] = None
+    best_of: Annotated[Literal[1] | None, refused("use n, or num_beams", unless=1)] = None
+    grammar: Annotated[None, refused("send response_format with messages or prompt, or to POST /generate")] = None
+    top_n_tokens: Annotated[Literal[0] | None, refused("use logprobs of POST /generate", unless=0)] = None
+    typical_p: Annotated[None, refused("use top_p or min_p")] = None
+    watermark: Annotated[Literal[False] | None, refused("texts are not watermarked", unless=False)] = None
 
     def sampling(self) -> SamplingParams:
         """Returns the sampling parameters of the engine. Raises ``InvalidArgumentError``."""
@@ -171,7 +181,7 @@ async def _answer(service: Service, request: Request, invocation: Invocation) ->
     sampling = invocation.parameters.sampling()
     if invocation.stream and (len(texts) != 1 or sampling.n > 1):
         raise BadRequestError("stream: one text and one answer at a time", param="stream")
-    prompts = await encode_prompts(service, texts, param="inputs")
+    prompts = await encode_prompts(service, texts, param="inputs", keep=invocation.parameters.truncate)
     batch = await Batch.submit(
         service,
         request,

@@ -359,6 +359,10 @@ def nested(depth: int) -> dict[str, Any]:
         ({"type": "json_schema", "schema": {"unevaluatedProperties": False}}, "unevaluatedProperties"),
         ({"type": "json_schema", "schema": {"$ref": "https://example.com/schema.json"}}, "refused"),
         ({"type": "json_schema", "schema": {"type": "strin"}}, "strin"),
+        (
+            {"type": "json_schema", "schema": {"oneOf": [{"const": 1}, {"const": 2}]}},
+            "oneOf .* not supported. Use anyOf$",
+        ),
         ({"type": "json_schema", "schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "refused"),
         ({"type": "json_schema", "schema": {"type": "string", "format": "binary-ish"}}, "binary-ish"),
         ({"type": "json_schema", "schema": nested(150)}, "recursion limit exceeded"),

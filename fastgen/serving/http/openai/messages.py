@@ -79,6 +79,8 @@ class ToolCall(_Part):
     id: str
     type: Literal["function"]
     function: CalledFunction
+    # Accepted without effect: clients that collect a stream send its calls back with their numbers.
+    index: Annotated[int | None, Field(ge=0, exclude=True)] = None
 
 
 class AssistantMessage(_Part):
@@ -92,6 +94,9 @@ class AssistantMessage(_Part):
     annotations: Annotated[list[Any] | None, Field(max_length=0)] = None
     audio: None = None
     function_call: None = None
+    # Fields of vLLM's answers.
+    reasoning: None = None
+    reasoning_content: None = None
 
 
 class ToolMessage(_Part):
