@@ -274,7 +274,7 @@ def _numbers(config: Any) -> dict[str, Any]:
     numbers = {word: getattr(config, name, None) for word, name in names.items()}
     if hasattr(config, "sliding_window"):
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-        window = numbers["sliding_window"] if getattr(config, "use_sliding_window", True) else None
+        window = numbers["sliding_window"]
         numbers["windowed"] = [kind == "sliding_attention" and window is not None for kind in kinds]
     return numbers
 

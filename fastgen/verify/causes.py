@@ -172,8 +172,7 @@ def _is_narrow(recipe: Recipe, changes: Mapping[NodePath, Tree | Scalar]) -> boo
 
 def _definitions(recipe: Recipe, roots: list[NodePath]) -> Iterator[NodePath]:
     """Yields the entries of ``define:`` that expressions below ``roots`` mention, and numbers that all parts need."""
-    define = recipe.tree.child("define")
-    entries = define.value if define is not None and isinstance(define.value, Mapping) else {}
+    entries = _entries(recipe)
     texts = [str(tree.value) for root in roots for _, tree in nodes(recipe.tree.find(root)) if tree.value is not None]
     found: dict[str, None] = {}
     while texts:
@@ -183,6 +182,12 @@ def _definitions(recipe: Recipe, roots: list[NodePath]) -> Iterator[NodePath]:
         texts += [str(entries[name].value) for name in new]
     yield from (("define", name) for name in found)
     yield from (("config", name) for name in ("head_dim", "num_kv_heads", "num_heads", "max_positions"))
+
+
+def _entries(recipe: Recipe) -> Mapping[str, Tree]:
+    """Returns the entries of ``define:`` by their names."""
+    define = recipe.tree.child("define")
+    return define.value if define is not None and isinstance(define.value, Mapping) else {}
 
 
 _Change = tuple[Mapping[NodePath, Tree | Scalar], str, NodePath]
@@ -200,7 +205,7 @@ def _changes(
     yield from _everywhere(recipe)
     for region in regions:
         for path, tree in region:
-            yield from _values(path, tree, config)
+            yield from _values(recipe, path, tree, config)
         yield from _swaps(region)
         for path, tree in region:
             if isinstance(tree.value, Mapping):
@@ -229,16 +234,19 @@ def _everywhere(recipe: Recipe) -> Iterator[_Change]:
             yield dict.fromkeys(paths, value), f"{paths[0][-1]} {text} -> {value}, in {len(paths)} nodes", paths[0]
 
 
-def _values(path: NodePath, tree: Tree, config: Mapping[str, Any]) -> Iterator[_Change]:
-    """Yields other values of one key: the usual ones, and keys of config.json with a similar name."""
+def _values(recipe: Recipe, path: NodePath, tree: Tree, config: Mapping[str, Any]) -> Iterator[_Change]:
+    """Yields other values of one key: keys of config.json with a similar name, or names of ``define:`` that read them,
+    and the usual ones."""
     key, old = path[-1], tree.value
     if isinstance(old, Mapping | tuple):
         return
     stated = list(_from_config(key, config))
+    reading = {name: set(re.findall(r"\w+", str(entry.value))) for name, entry in _entries(recipe).items()}
+    defined = [name for name, words in reading.items() if path[0] == "model" and words & set(stated)]
     if isinstance(old, str) and old.startswith("first("):  # one path more, so that no other file loses its own
         rest = old.removeprefix("first(")
         stated = [f"first({name!r}, {rest}" for name in stated if f"'{name}'" not in rest]
-    usual = [*stated, *_USUAL.get(key, ())]
+    usual = [*defined, *stated, *_USUAL.get(key, ())]
     if key in _FLAGS:
         usual += [True, False]
         usual += [f"not ({old})"] if isinstance(old, str) else []

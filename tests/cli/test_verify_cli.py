@@ -172,12 +172,14 @@ def test_this_configuration_alone(checkpoint: Path, run: Run, tmp_path: Path) ->
 def test_the_drawn_configuration_is_printed_with_the_key_that_failed(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "llama.yaml"
     text = (RECIPES / "llama.yaml").read_text()
-    file.write_text(text.replace("first('rope_scaling.rope_theta', ", "first("))
+    read = "rope.rope_theta | default(rope_theta | default(10000))"
+    rest = "'rope_parameters.rope_theta', 'rope_theta', 10000)"
+    assert f"theta: {read}" in text
+    file.write_text(text.replace(f"theta: {read}", f"theta: first({rest}"))
     finished = run("verify", str(file))
     assert finished.status == 1
     line = next(each for each in finished.out.splitlines() if "drawn by verify: " in each)
     config = json.loads(line.partition("drawn by verify: ")[2])
     theta = config["rope_scaling"]["rope_theta"]
     assert f"the reference's is {theta:.15g}, which this config.json states as rope_scaling.rope_theta" in finished.out
-    rest = "'rope_parameters.rope_theta', 'rope_theta', 10000)"
     assert f"likely cause: theta first({rest} -> first('rope_scaling.rope_theta', {rest}\n" in finished.out

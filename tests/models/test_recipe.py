@@ -178,11 +178,11 @@ def line_of(text: str, part: str) -> int:
     ("old", "new", "at", "node", "message"),
     [
         ("final_norm:", "final_nrom:", "final_nrom", "model.final_nrom", "did you mean .final_norm."),
-        ("rotary:  ", "sinks: self_attn.sinks\n          rotary:  ", "sinks:", "*.attend.attention.sinks",
+        ("rotary:\n", "sinks: self_attn.sinks\n          rotary:\n", "sinks:", "*.attend.attention.sinks",
          "the language has no attention sinks; known are norm, when, qkv, "),
-        ("rotary:  ", "clip_qkv: 8\n          rotary:  ", "clip_qkv:", "*.attend.attention.clip_qkv",
+        ("rotary:\n", "clip_qkv: 8\n          rotary:\n", "clip_qkv:", "*.attend.attention.clip_qkv",
          "the language has no bounds on queries"),
-        ("rotary:  ", "theta: 3\n          rotary:  ", "theta: 3", "*.attend.attention.theta",
+        ("rotary:\n", "theta: 3\n          rotary:\n", "theta: 3", "*.attend.attention.theta",
          "unknown key 'theta'; known are norm, when, qkv, .* rotary, "),
         ("norm: {kind", "norms: {kind", "norms", "*.attend.norms", "did you mean 'norm'"),
         ("kind: rms", "kind: rsm", "rsm", "*.attend.norm.kind", "must be 'rms' or 'layer', not 'rsm'"),
@@ -226,7 +226,7 @@ def test_a_recipe_the_schema_refuses(tmp_path: Path, old: str, new: str, at: str
 
 def test_a_branch_has_a_part(tmp_path: Path) -> None:
     text = changed(
-        "        norm: {kind: rms, weight: post_attention_layernorm, eps: rms_norm_eps}\n        mlp:", "        mlp:"
+        "        norm: {kind: rms, weight: post_attention_layernorm, eps: eps}\n        mlp:", "        mlp:"
     )
     recipe = load(tmp_path, text)
     assert recipe.schema.model.layers.residual["transform"].norm is None

@@ -823,6 +823,7 @@ def test_dense_and_sparse_layers() -> None:
         (GPT_J, {"rotary_dim": 300}, "an integer from 1 to 256"),
         (BLOOM, {"apply_residual_connection_post_layernorm": True}, "post_layernorm is True"),
         (BLOOM, {"n_inner": 7}, "n_inner is 7"),
+        (BLOOM, {"slow_but_exact": True, "pretraining_tp": 4}, "pretraining_tp is 4, slow_but_exact is True"),
         (COMMAND_R, {"logit_scale": 0.0}, "a number other than 0"),
         (GRANITE, {"logits_scaling": 0}, "division by zero"),
         (MIXTRAL, {"num_experts_per_tok": 9}, "an integer from 1 to 8"),

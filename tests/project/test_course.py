@@ -122,9 +122,7 @@ def test_an_edit_or_a_quotation_that_does_not_fit_names_its_line(tmp_path: Path)
         followed("```yaml a.yaml\nx: 1\nx: 1\n```\n```diff a.yaml\n-x: 1\n+x: 3\n```\n", tmp_path)
     with pytest.raises(TextError, match=r"line 2: recipes/llama.yaml does not say"):
         followed("\n```yaml from llama\nnorm: {kind: layer}\n```\n", tmp_path)
-    quoted = (
-        "```yaml from mistral\nattend:\n  attention:\n    rotary: {trained_positions: max_position_embeddings}\n```\n"
-    )
+    quoted = "```yaml from mistral\nattend:\n  attention:\n    rotary: {trained_positions: null}\n```\n"
     assert followed(quoted, tmp_path) == quoted
     with pytest.raises(TextError, match="what is meant by 'twice'"):
         followed("```yaml a.yaml twice\nx: 1\n```\n", tmp_path)

@@ -183,19 +183,19 @@ architectures
   + odd.yaml:3    Odd
 
 ignores.tensors
-  - llama.yaml:14  "*.rotary_emb.inv_freq"
+  - llama.yaml:17  "*.rotary_emb.inv_freq"
   + odd.yaml:4     "\\u001b[31m"
 
 model.embedding.scale: only in odd
   + odd.yaml:6  2
 
 model.layers.residual.attend.norm: only in llama
-  - llama.yaml:21  kind: rms
-  - llama.yaml:21  weight: input_layernorm
-  - llama.yaml:21  eps: rms_norm_eps
+  - llama.yaml:24  kind: rms
+  - llama.yaml:24  weight: input_layernorm
+  - llama.yaml:24  eps: eps
 
 model.layers.residual.transform.mlp.activation
-  - llama.yaml:34  hidden_act
+  - llama.yaml:37  hidden_act | default('silu')
   + odd.yaml:10    "'silu'"
 
 model.layers.residual.transform.scale: only in odd

@@ -11,8 +11,8 @@ from fastgen.verify.keys import needed_keys, read_spellings
 
 def test_a_key_without_a_default_is_needed() -> None:
     needed = needed_keys(named_recipe("llama"))
-    assert {"vocab_size", "hidden_size", "num_hidden_layers", "hidden_act", "rms_norm_eps"} <= needed
-    assert not needed & {"num_key_value_heads", "head_dim", "rope_theta", "attention_bias", "tie_word_embeddings"}
+    assert {"vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"} <= needed
+    assert not needed & {"num_key_value_heads", "head_dim", "rope_theta", "attention_bias", "rms_norm_eps"}
 
 
 def test_names_of_define_and_config_are_not_keys() -> None:

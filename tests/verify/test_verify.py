@@ -45,9 +45,9 @@ def mutated(tmp_path: Path, name: str, old: str, new: str, count: int = 1) -> Re
 
 MUTANTS = [
     # recipe, old text, new text, expected node, expected text of the cause
-    ("llama", "theta: first(", "theta: 10 * first(", f"{ATTEND}.attention.rotary.theta", "theta"),
-    ("llama", "weight: input_layernorm, eps: rms_norm_eps", "weight: input_layernorm, eps: 1e-4", f"{ATTEND}.norm.eps",
-     "rms_norm_eps"),
+    ("llama", "theta: rope.rope_theta", "theta: 10 * rope.rope_theta", f"{ATTEND}.attention.rotary.theta", "theta"),
+    ("llama", "weight: input_layernorm, eps: eps", "weight: input_layernorm, eps: 1e-4", f"{ATTEND}.norm.eps",
+     "0.0001 -> eps"),
     ("opt", "bias: true,\n           eps: 1e-5, when: do_layer_norm_before", "bias: true,\n           eps: 1e-6, "
      "when: do_layer_norm_before", f"{ATTEND}.norm.eps", "1e-06 -> 1e-05"),
     ("llama", "output: {weight: self_attn.o_proj, bias: attention_bias | default(false)}",
@@ -64,15 +64,17 @@ MUTANTS = [
      "sliding_window: (sliding_window | otherwise(99)) + 1", f"{ATTEND}.attention.sliding_window", "sliding_window"),
     ("mistral", "default(4096)", "default(2048)", f"{ATTEND}.attention.sliding_window", None),
     ("llama", "output: {weight", "scale: 0.2\n          output: {weight", f"{ATTEND}.attention.scale", "scale"),
-    ("opt", "offset: 2, rows: max_position_embeddings + 2", "offset: 1, rows: max_position_embeddings + 2",
+    ("opt", "offset: 2, rows: max_positions + 2", "offset: 1, rows: max_positions + 2",
      "model.embedding.positions.offset", "1 -> 2"),
     ("llama", "tied: tie_word_embeddings | default(false)", "tied: false", "model.head.tied", "tie_word_embeddings"),
     ("llama", "tied: tie_word_embeddings | default(false)", "tied: tie_word_embeddings | default(true)",
      "model.head.tied", None),
-    ("llama", "activation: hidden_act", "activation: \"'relu'\"", f"{TRANSFORM}.mlp.activation", "hidden_act"),
+    ("llama", "activation: hidden_act | default('silu')", "activation: \"'relu'\"", f"{TRANSFORM}.mlp.activation",
+     "hidden_act"),
     ("llama", "norm: {kind: rms, weight: post_attention_layernorm", "sum_norm: {kind: rms, weight: "
      "post_attention_layernorm", f"{TRANSFORM}.sum_norm", "should be norm"),
-    ("llama", "'rope_theta', 10000)", "'rope_theta', 10001)", f"{ATTEND}.attention.rotary.theta", None),
+    ("llama", "default(rope_theta | default(10000))", "default(rope_theta | default(10001))",
+     f"{ATTEND}.attention.rotary.theta", None),
     ("gpt2", "transformer.h: [h], ", "", "aliases", None),
     ("gpt_neox", ', "*.rotary_emb.inv_freq"]', "]", "ignores.tensors", None),
     ("gpt_neox", "use_parallel_residual | default(true)", "use_parallel_residual | default(false)", "define.parallel",
@@ -86,10 +88,10 @@ MUTANTS = [
 
 # Others are like them, but for the key.
 SELDOM = {
-    *("'rope_theta', 10000)", "tied: tie_word_embeddings | default(false)", "default(4096)"),
+    *("default(rope_theta | default(10000))", "tied: tie_word_embeddings | default(false)", "default(4096)"),
     *("q: self_attn.q_proj, k: self_attn.k_proj", "v: self_attn.v_proj, bias: enable_bias | default(true)"),
-    *("weight: input_layernorm, eps: rms_norm_eps", "activation: hidden_act", "output: {weight"),
-    *("norm: {kind: rms, weight: post_attention_layernorm", "offset: 2, rows: max_position_embeddings + 2"),
+    *("weight: input_layernorm, eps: eps", "activation: hidden_act | default('silu')", "output: {weight"),
+    *("norm: {kind: rms, weight: post_attention_layernorm", "offset: 2, rows: max_positions + 2"),
     "  - not (apply_residual_connection_post_layernorm | default(false))\n",
 }
 
@@ -127,7 +129,9 @@ def test_a_default_that_several_nodes_repeat_is_changed_in_all_of_them(tmp_path:
 
 
 def test_a_number_that_is_right_for_one_file_alone_is_no_cause(tmp_path: Path) -> None:
-    recipe = mutated(tmp_path, "llama", "first('rope_scaling.rope_theta', 'rope_parameters.rope_theta', ", "first(")
+    recipe = mutated(
+        tmp_path, "llama", "rope.rope_theta | default(rope_theta | default(10000))", "first('rope_theta', 10000)"
+    )
     finding = verify(recipe, configs=CONFIGS).finding
     assert finding is not None
     assert finding.cause is None or " -> first(" in finding.cause.change, finding.cause

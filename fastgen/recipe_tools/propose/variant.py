@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from fastgen.models.recipe.expression_grammar import ExpressionError
@@ -103,9 +103,18 @@ class Difference:
         """Returns whether ``value`` fits this model: it mentions no key, or a key that this model has."""
         if not isinstance(value, str) or path[-1] in _TEXTS:
             return True
-        names = {name for paths in [parse_expression(value).paths] for name in paths}
-        asked = {name for name in names if name[0] not in self.scope.names and name[0] != "layer"}
-        return not asked or any(name[0] in self.scope.config for name in asked)
+        asked = set(self._keys_in(value))
+        return not asked or any(key in self.scope.config for key in asked)
+
+    def _keys_in(self, value: str) -> Iterator[str]:
+        """Yields the keys of ``config.json`` that an expression of the recipe mentions, itself or by a name of
+        `define`."""
+        for name, *_ in parse_expression(value).paths:
+            meant = self.tree.get("define", {}).get(name)
+            if isinstance(meant, str):
+                yield from (key for key, *_ in parse_expression(meant).paths if key not in Config.model_fields)
+            elif name not in self.scope.names and name != "layer":
+                yield name
 
     def _is(self, value: Any, wanted: bool) -> bool:
         return self._values(value) == [wanted] * self.num_layers
