@@ -128,11 +128,13 @@ async def openai_client(service: Any, tool_format: ToolFormat | None = None) -> 
         yield openai.AsyncOpenAI(base_url="http://scripted/v1", api_key="none", max_retries=0, http_client=http)
 
 
-def ask(service: ScriptedService, use: Callable[[openai.AsyncOpenAI], Awaitable[_T]]) -> _T:
+def ask(
+    service: ScriptedService, use: Callable[[openai.AsyncOpenAI], Awaitable[_T]], tool_format: ToolFormat | None = None
+) -> _T:
     """Returns what ``use`` returns for a client of ``service``."""
 
     async def run() -> _T:
-        async with openai_client(service) as client:
+        async with openai_client(service, tool_format) as client:
             return await use(client)
 
     return asyncio.run(run())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import openai
 import pydantic
@@ -18,7 +16,7 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.tools.formats import TOOL_FORMATS, ToolFormat
 from tests.fast import cases
-from tests.serving.scripted import MODEL, ScriptedService, openai_client, scripted_codec
+from tests.serving.scripted import MODEL, ScriptedService, ask, scripted_codec
 from tests.serving.test_tool_calls import written
 
 HERMES = (
@@ -47,25 +45,12 @@ TOOLS: list[Any] = [
 MESSAGES: list[Any] = [{"role": "user", "content": "How is it in Oslo?"}]
 ASKED: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
 OSLO = ("look_up", '{"city": "Oslo"}')
-_T = TypeVar("_T")
 
 
 def always(codec: TextCodec, text: str, reason: FinishReason = "stop") -> ScriptedService:
     """Returns a service that always answers ``text``; special tokens in it become tokens."""
     token_ids = codec.encode_text(text, add_special_tokens=False)
     return ScriptedService(codec, lambda prompt, sampling: (token_ids, reason))
-
-
-def ask(
-    service: ScriptedService,
-    use: Callable[[openai.AsyncOpenAI], Awaitable[_T]],
-    tool_format: ToolFormat | None = None,
-) -> _T:
-    async def run() -> _T:
-        async with openai_client(service, tool_format) as client:
-            return await use(client)
-
-    return asyncio.run(run())
 
 
 def answer(service: ScriptedService, tool_format: ToolFormat | None = None, **fields: Any) -> ChatCompletion:
