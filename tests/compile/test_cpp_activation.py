@@ -48,7 +48,7 @@ def load(loaders: Kernels, arch: str, kind: str, gated: bool) -> ActivationKerne
 def exactly(x: Tensor, kind: str) -> Tensor:
     """In fp64, and without the cancellation by which torch's fp64 loses the lower tail of both GELUs."""
     x = x.double()
-    if kind == "gelu":
+    if ACTIVATIONS[kind] is ACTIVATIONS["gelu"]:
         return x / 2 * torch.special.erfc(-x / 2**0.5)
     if ACTIVATIONS[kind] is ACTIVATIONS["gelu_new"]:
         return x * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))
