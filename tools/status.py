@@ -162,8 +162,9 @@ def headline(data: dict[str, Any], other: dict[str, Any]) -> str:
     (model, weight_format, name), least = min(figures.items(), key=lambda each: each[1].value)
     missed = [each for each in misses(data) if "over the best engine" in each]
     return (
-        f"at least {least.value:.2f} times the best other engine, {here}, in the {len(figures)} of {len(cells)}"
-        f" comparisons with enough steady turns (least: {model}, {weight_format}, {name}, {least.engine})."
+        f"at least {least.value:.2f} times the best other engine run beside it, {here}, in the {len(figures)}"
+        f" of {len(cells)} comparisons with enough steady turns (least: {model}, {weight_format}, {name},"
+        f" {least.engine})."
         f" Of the required speeds, {len(missed)} are missed{doubt}"
     )
 
