@@ -123,7 +123,7 @@ def test_an_unknown_activation_is_a_recipe_error_with_its_place() -> None:
     with pytest.raises(RecipeError, match=r"mistral|llama") as caught:
         build_on_cpu(spec)
     assert "mlp.activation: activation 'sine' is not known; known are gelu, " in str(caught.value)
-    assert "the recipe says `hidden_act`" in str(caught.value)
+    assert "the recipe says `hidden_act | default('silu')`" in str(caught.value)
     assert "mlp" in str(caught.value)
 
 
