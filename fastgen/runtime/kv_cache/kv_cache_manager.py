@@ -209,9 +209,9 @@ class KVCacheManager:
     def advance_decode(self, seq: Sequence) -> None:
         """Frees what no later token of ``seq``, a decode that has filled a block, sees.
 
-        The block itself is published when the sequence ends, is preempted or forked: hardly a prompt asks for an answer
-        before, and publishing block by block costs many decodes more than the rest of scheduling. Windows need it at
-        once, since what they leave behind is published first.
+        Without windows the block is published later, when the sequence ends, is preempted or forked. Prompts rarely
+        repeat an answer before it ends, and with many decodes publishing each full block takes longer than the rest of
+        scheduling. With windows it is published now, before a window leaves it behind.
         """
         if self._has_windows:
             self.advance(seq)

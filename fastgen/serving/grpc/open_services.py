@@ -26,7 +26,7 @@ HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 # Most calls of each method that may be open at once.
 MAX_CHECKS = MAX_WATCHES = 256
 MAX_REFLECTIONS = 16
-# The longest that a client is told of changes by one call.
+# The longest time of one call of Watch.
 MOST_WATCH_S = 600.0
 # How often the state is looked at for those who watch it.
 _WATCH_S = 0.1

@@ -156,7 +156,9 @@ def blocks_of(recording: Recording) -> dict[str, list[int]]:
     }
 
 
-def test_a_step_that_ends_while_its_record_is_written_has_ended_with_its_tokens_or_not_at_all() -> None:
+def test_a_step_that_ends_while_its_record_is_written_has_ended_with_its_tokens_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A server writes recordings on another thread. Here the step ends when the record's decodes are read."""
 
     class Decodes(list[Any]):
@@ -171,7 +173,7 @@ def test_a_step_that_ends_while_its_record_is_written_has_ended_with_its_tokens_
         history.submit(3, max_new_tokens=9)
     recorder, ended = history.engine.recorder, history.engine.recorder.ended
     steps: list[EngineStep] = []
-    recorder.ended = steps.append  # type: ignore[method-assign]
+    monkeypatch.setattr(recorder, "ended", steps.append)
     for _ in range(4):
         history.step()
         has_ended: list[bool] = []

@@ -199,7 +199,7 @@ def test_special_tokens_with_a_text_end_characters_as_in_a_decode_of_everything(
 
 
 def test_a_special_token_with_a_text_ends_a_half_character(kinds, token_decoders):
-    """Of the prompt's half nothing is given out; what follows the special token is not taken for its other half."""
+    """The half in the prompt has no text in the answer. Bytes after the special token do not complete it."""
     for kind in (*BYTE_KINDS, "byte-fallback BPE"):
         tokenizer = kinds[kind]
         spell = {

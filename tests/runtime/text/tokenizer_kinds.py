@@ -32,7 +32,7 @@ def byte_level():
 
 
 def byte_fallback():
-    """As Llama's: pieces with ▁ for a space, bytes for what no piece spells, one leading space stripped."""
+    """Makes one like Llama's. It has ▁ for a space and bytes for text without pieces, and strips one leading space."""
     pieces = ["▁", "▁the", "the", "▁fox", "f", "o", "x", "e", "▁e", "é", "\ufffd", ",", "▁▁", "世", "<0xZZ>"]
     vocabulary = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     ids = {token: index for index, token in enumerate(vocabulary)}

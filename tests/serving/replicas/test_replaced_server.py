@@ -269,9 +269,9 @@ def test_a_new_grpc_server_listens_beside_the_old_one_and_gets_all_connections_o
                     await leaving
                     assert {await answering_by_grpc(port) for _ in range(NUM_CONNECTIONS)} == {"new"}
                     assert await asked_by_grpc(channel) == "new"
-                    with pytest.raises(grpc.aio.AioRpcError) as told:  # who watches is told to go to the new one
+                    with pytest.raises(grpc.aio.AioRpcError) as ended:  # so a watching client calls the new server
                         await watching.read()
-                    assert told.value.code() == grpc.StatusCode.UNAVAILABLE
+                    assert ended.value.code() == grpc.StatusCode.UNAVAILABLE
 
     asyncio.run(test())
 
