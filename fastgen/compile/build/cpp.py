@@ -27,7 +27,7 @@ from fastgen.errors import CompilerNotFoundError, InvalidArgumentError, KernelEr
 
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = (
-    *("-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp-simd", "-fno-exceptions", "-fno-rtti", "-Wall", "-Werror=vla"),
+    *("-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp-simd", "-fno-exceptions", "-fno-rtti", "-Werror=vla"),
     # errno and floating-point traps are not used; both would keep loops from being vectorised.
     *("-fno-math-errno", "-fno-trapping-math"),
     # Products are fused with sums only where the source says so, so that every variant rounds in the same way.

@@ -1,6 +1,5 @@
 // Numbers of 16 bits.
 #pragma once
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 

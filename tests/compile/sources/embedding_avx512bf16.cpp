@@ -10,7 +10,6 @@
 // num_features: scalar i64
 
 // Numbers of 16 bits.
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 

@@ -18,7 +18,6 @@
 // position_stride: scalar i64
 
 // Numbers of 16 bits.
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 

@@ -6,7 +6,6 @@
 // num_rows: scalar i64
 
 // Numbers of 16 bits.
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -68,7 +67,7 @@ extern "C" void rms_norm_h256_fp32_eps1e_06_weight(
                 const float centred = float(x_row[i]) - mean;
                 squares += centred * centred;
             }
-            const float inverse = 1 / std::sqrt(squares / H + float(1e-06));
+            const float inverse = 1 / __builtin_sqrtf(squares / H + float(1e-06));
             #pragma omp simd
             for (int64_t i = 0; i < H; ++i) {
                 float value = (float(x_row[i]) - mean) * inverse;
