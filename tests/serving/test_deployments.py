@@ -105,6 +105,7 @@ def test_it_outlives_its_script_and_is_found_again(directory: Path) -> None:
             os.kill(found.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow  # tests of the library have what is reported; here the server and its engine must not both do it
 def test_a_tokenizer_smaller_than_the_vocabulary_is_reported_once(directory: Path, tmp_path: Path) -> None:
     save_tokenizer(save_checkpoint("llama", tmp_path / "model"))
     client = fastgen.serve(tmp_path / "model", port=0, target="torch")

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
+import fastgen
 from fastgen.errors import CheckpointError
 from fastgen.models.checkpoint.builtins import BUILTINS
 from fastgen.runtime.text.tokenizer_loading import load_tokenizer
+from tests.runtime.checkpoints import save_checkpoint, save_tokenizer
 
 # Kinds of models to which transformers gives tokenizers of their own, some against what the checkpoint says; and one
 # that it does not know.
@@ -69,3 +71,16 @@ def test_a_generic_tokenizer_needs_no_class_of_the_model(name: str, monkeypatch:
     config = json.loads((directory / "config.json").read_text())
     tokenizer = load_tokenizer(directory, config)
     assert tokenizer.decode(tokenizer.encode(TEXT, add_special_tokens=False)) == TEXT
+
+
+def test_a_tokenizer_smaller_than_the_vocabulary_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tokenizer(save_checkpoint("llama", tmp_path))
+    with fastgen.load(tmp_path, target="torch") as llm:
+        num_known = len(AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True))
+        num_ids = llm.spec.vocab_size
+    (said,) = [record.getMessage() for record in caplog.records if "the tokenizer knows" in record.getMessage()]
+    assert said.startswith(
+        f"the tokenizer knows {num_known} of the model's {num_ids} token ids; the other {num_ids - num_known} have"
+    )

@@ -95,8 +95,8 @@ async def _generate(target: Target, body: dict[str, Any]) -> Answered:
 
 
 ATTACKS = {
-    "slow_trials": Attack(slow_trials, 12, 200),
+    "slow_trials": Attack(slow_trials, 8, 200),
     "abandoned_trials": Attack(abandoned_trials, 16, 64),
-    "large_formats": Attack(large_formats, 96, 200),
-    "wide_formats": Attack(wide_formats, 8, 24),
+    "large_formats": Attack(large_formats, 64, 200),
+    "wide_formats": Attack(wide_formats, 4, 24),
 }
