@@ -9,8 +9,9 @@ with the other's.
 
 Throughput is measured from the first request to the last answer. The cost of HTTP depends on the requests, so there are
 three kinds: *short* ones with 16 tokens of prompt and 16 of answer, *long* ones with 64 and 128, and a *burst* of 128
-long ones. Of short and long ones there are as many as take ``LLM`` five seconds, at least 128. 32 run at a time, and
-the HTTP client keeps 128 connections open.
+long ones. Of short and long ones there are as many as take ``LLM`` five seconds, at least 384 and 128. 32 run at a time,
+and the HTTP client keeps 128 connections open. A run of fewer short ones would measure its beginning and end, when fewer
+than 32 run: in the library a batch of equal requests ends at once, and over HTTP one by one.
 
 The machine's limits are measured before and after every run. A round is steady if they moved by at most 15 % during
 each run and from run to run. Rounds end when six were steady, or after ``N``. The printed loss is the median over at
@@ -58,12 +59,14 @@ class Kind:
 
     num_prompt: int
     num_answer: int
-    # How long the library should take for all of them; as many as a client keeps open take no less.
+    # How long the library should take for all of them.
     least_s: float
+    # There are no fewer of them, however long they take.
+    least_requests: int
 
 
-KINDS = {"short": Kind(16, 16, 5.0), "long": Kind(64, 128, 5.0), "burst": Kind(64, 128, 0.0)}
-# Requests that a client keeps open, and the fewest that throughput is measured with.
+KINDS = {"short": Kind(16, 16, 5.0, 384), "long": Kind(64, 128, 5.0, 128), "burst": Kind(64, 128, 0.0, 128)}
+# Requests that a client keeps open.
 NUM_AT_A_TIME = 128
 # Pairs of requests whose first token is timed.
 NUM_SINGLE = 40
@@ -268,7 +271,7 @@ def compare(model: str, name: str, kind: Kind, most_rounds: int, calibration: Ca
     rounds: list[Data] = []
     with library(model) as llm:
         rate = llm.throughput(NUM_AT_A_TIME, kind).tokens_per_s / kind.num_answer
-    num_requests = max(NUM_AT_A_TIME, round(rate * kind.least_s))
+    num_requests = max(kind.least_requests, round(rate * kind.least_s))
     while len(rounds) < most_rounds and sum(map(is_steady_round, rounds)) < LEAST_STEADY:
         with library(model) as llm, served(model) as port:
             sides: dict[str, Callable[[], Throughput]] = {
