@@ -7,8 +7,8 @@ import re
 
 import pytest
 
+from fastgen.serving.admission.bodies import MAX_OPEN_BODY_BYTES
 from fastgen.serving.api_keys import ApiKeys
-from fastgen.serving.http.bodies import MAX_OPEN_BODY_BYTES
 from fastgen.serving.http.guard import Guard
 from fastgen.serving.options import ConnectionLimits, ServeOptions
 from tests.serving.local_server import Served, check, error_of, post

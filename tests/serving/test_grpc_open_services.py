@@ -127,6 +127,29 @@ def test_what_cannot_be_decoded_is_an_invalid_argument(method: str) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+def test_a_request_of_health_is_small(method: str) -> None:
+    async def run() -> None:
+        async with (
+            asyncio.timeout(WAIT_S),
+            served(Refusing()) as address,
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            ask = channel.unary_stream(f"/grpc.health.v1.Health/{method}")
+            for size, status in [(4093, grpc.StatusCode.NOT_FOUND), (4094, grpc.StatusCode.INVALID_ARGUMENT)]:
+                request = health_pb2.HealthCheckRequest(service="a" * size).SerializeToString()
+                call = ask(request)
+                if method == "Watch" and status is grpc.StatusCode.NOT_FOUND:
+                    answer = health_pb2.HealthCheckResponse.FromString(await call.read())
+                    assert answer.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+                    call.cancel()
+                else:
+                    assert await call.code() == status
+                    assert ("4096 bytes" in await call.details()) == (status is grpc.StatusCode.INVALID_ARGUMENT)
+
+    asyncio.run(run())
+
+
 def test_a_call_that_may_not_end_the_server_is_refused_before_its_request() -> None:
     async def run() -> None:
         async with (

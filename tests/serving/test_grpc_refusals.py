@@ -14,6 +14,7 @@ from fastgen.serving.api_keys import ApiKeys
 from fastgen.serving.clients.grpc import GrpcTransport
 from fastgen.serving.clients.requests import ClientRequest
 from fastgen.serving.ending import Ending
+from fastgen.serving.grpc.messages import GenerateRequest
 from fastgen.serving.grpc.server import GrpcServer
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ServeOptions
@@ -88,7 +89,7 @@ def test_any_error_text_ends_the_call_with_its_status(text: str, heard: str) -> 
 def test_a_long_name_of_a_service_is_not_repeated_to_who_asks_for_its_health() -> None:
     async def run() -> None:
         async with served(Refusing()) as address, grpc.aio.insecure_channel(address) as channel:
-            call = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="é" * 100_000))
+            call = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="é" * 1500))
             assert await call.code() == grpc.StatusCode.NOT_FOUND
 
     asyncio.run(run())
@@ -195,5 +196,47 @@ def test_what_cannot_be_decoded_is_an_invalid_argument(method: str) -> None:
             call = kind(f"/fastgen.v1.Generation/{method}")(b"\xff\xff")
             assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
             assert "fastgen.v1.GenerateRequest" in await call.details()
+
+    asyncio.run(run())
+
+
+def test_requests_in_work_are_bounded_together_and_small_ones_are_always_taken() -> None:
+    """At most 16 of the largest are held, without the first 64 KiB of each."""
+    size, counted = 200_000, 200_000 - (64 << 10)
+    num_held = 16 * size // counted
+
+    async def run() -> None:
+        service: Any = Refusing()
+        service.error = BadRequestError("no")
+        is_over, num_begun = asyncio.Event(), 0
+
+        async def submit(*arguments: Any, **more: Any) -> Any:
+            nonlocal num_begun
+            num_begun += 1
+            await is_over.wait()
+            raise service.error
+
+        service.submit = submit
+        async with (
+            asyncio.timeout(20.0),
+            served(service, max_body_bytes=size) as address,
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            generate = channel.unary_unary("/fastgen.v1.Generation/Generate")
+            large = GenerateRequest(text="a" * (size - 4)).SerializeToString()
+            assert len(large) == size
+            held = [generate(large) for _ in range(num_held)]
+            while num_begun < num_held:
+                await asyncio.sleep(0.01)
+            refused = generate(large)
+            assert await refused.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "no more large ones are taken" in await refused.details()
+            assert b'fastgen_refused_total{reason="bodies"} 1.0' in service.metrics.text()
+            small = generate(GenerateRequest(text="a" * 60_000).SerializeToString())
+            while num_begun < num_held + 1:
+                await asyncio.sleep(0.01)
+            is_over.set()
+            for call in [*held, small, generate(large)]:
+                assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
 
     asyncio.run(run())

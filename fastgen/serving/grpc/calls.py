@@ -1,8 +1,7 @@
-"""The beginning and the end of a call: its request, received in time, and the status that its error becomes."""
+"""The beginning and the end of a call: its request, decoded, and the status that its error becomes."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
 
@@ -11,8 +10,7 @@ from google.protobuf.message import DecodeError
 from grpc.aio import ServicerContext
 
 from fastgen.errors import FastgenError, InvalidArgumentError
-from fastgen.serving.admission.json_limits import FREE_BYTES
-from fastgen.serving.grpc.size import check_num_fields
+from fastgen.serving.grpc.receiving import Requests
 from fastgen.serving.refusals import (
     BadRequestError,
     EngineDiedError,
@@ -25,9 +23,6 @@ from fastgen.serving.refusals import (
     UnknownModelError,
 )
 
-# The requests of a call, encoded. Handlers read the one request of a call themselves, as if it were a stream of
-# requests: so they can check the key first, and they know how long it takes and whether it can be decoded.
-Requests = AsyncIterator[bytes]
 # Any other error is ``INTERNAL``.
 _STATUSES: dict[type[RefusedError], grpc.StatusCode] = {
     BadRequestError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -41,22 +36,6 @@ _STATUSES: dict[type[RefusedError], grpc.StatusCode] = {
 }
 # Most bytes of a status's message. As a header each may become three, and clients take 8 KiB of headers.
 _MOST_DETAILS = 2048
-
-
-async def receive(requests: Requests, kind: Any, *, timeout_s: float) -> Any:
-    """Returns the request of a call, a message of ``kind``.
-
-    Raises ``RequestTimeoutError``, ``TooLargeError`` and ``InvalidArgumentError``.
-    """
-    try:
-        async with asyncio.timeout(timeout_s):
-            async for request in requests:
-                if len(request) > FREE_BYTES:
-                    await asyncio.to_thread(check_num_fields, request, kind.DESCRIPTOR)
-                return decoded(request, kind)
-    except TimeoutError:
-        raise RequestTimeoutError(f"the request did not come within {timeout_s:g} s") from None
-    raise InvalidArgumentError("the call has no request")
 
 
 def decoded(request: bytes, kind: Any) -> Any:

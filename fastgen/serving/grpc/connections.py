@@ -29,6 +29,8 @@ def connection_options(limits: ConnectionLimits) -> tuple[tuple[str, int], ...]:
         ("grpc.max_connection_idle_ms", _in_ms(limits.keep_alive_s)),
         ("grpc.keepalive_time_ms", _in_ms(limits.write_timeout_s)),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
+        # Buffers of what is sent before it is received keep their 64 KiB, however fast a client sends.
+        ("grpc.http2.bdp_probe", 0),
     )
 
 

@@ -17,15 +17,20 @@ from grpc.aio import ServicerContext
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from fastgen.serving.admission.bodies import MAX_OPEN_BODY_BYTES
 from fastgen.serving.grpc import messages
-from fastgen.serving.grpc.calls import Requests, decoded, in_statuses, receive, stream_in_statuses
-from fastgen.serving.refusals import OverloadedError, RequestTimeoutError, UnavailableError
+from fastgen.serving.grpc.calls import decoded, in_statuses, stream_in_statuses
+from fastgen.serving.grpc.receiving import Receiving, Requests
+from fastgen.serving.refusals import OverloadedError, RequestTimeoutError, TooLargeError, UnavailableError
 from fastgen.serving.service import Service
 
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 # Most calls of each method that may be open at once.
 MAX_CHECKS = MAX_WATCHES = 256
 MAX_REFLECTIONS = 16
+# How long the request of a call of health may take to come while another waits to be received. It has a few bytes, so
+# it is there at once.
+_PATIENCE_S = 0.1
 # The longest time of one call of Watch.
 MOST_WATCH_S = 600.0
 # How often the state is looked at for those who watch it.
@@ -59,7 +64,8 @@ class Health:
     """The standard health service; it reports the present state. Each request must come within ``timeout_s``."""
 
     def __init__(self, service: Service, *, timeout_s: float):
-        self._service, self._timeout_s = service, timeout_s
+        self._service = service
+        self._receiving = Receiving(timeout_s=timeout_s, patience_s=_PATIENCE_S)
         self._checks, self._watches = _Method("Check", MAX_CHECKS), _Method("Watch", MAX_WATCHES)
         # Set once clients are to go to another server, and once this one ends.
         self.is_left = self.is_ending = False
@@ -98,8 +104,10 @@ class Health:
         raise RequestTimeoutError(f"one call reports the state for {MOST_WATCH_S:g} s; make another")
 
     async def _name(self, requests: Requests) -> str:
-        request = await receive(requests, health_pb2.HealthCheckRequest, timeout_s=self._timeout_s)
-        name: str = request.service
+        request = await self._receiving.first(requests)
+        if len(request) > MAX_OPEN_BODY_BYTES:
+            raise TooLargeError(f"a request of health may have {MAX_OPEN_BODY_BYTES} bytes")
+        name: str = decoded(request, health_pb2.HealthCheckRequest).service
         return name
 
     def _status(self, name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -12,6 +13,8 @@ from grpc.aio import ServicerContext
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.serving.admission.bodies import Bodies, CountedBody
+from fastgen.serving.admission.json_limits import FREE_BYTES
 from fastgen.serving.admission.request_limits import (
     MAX_BIASES,
     MAX_CHECKED,
@@ -22,7 +25,7 @@ from fastgen.serving.admission.request_limits import (
 from fastgen.serving.api_keys import ApiKeys, bearer
 from fastgen.serving.ending import Ending
 from fastgen.serving.grpc import messages
-from fastgen.serving.grpc.calls import Requests, in_statuses, receive, stream_in_statuses
+from fastgen.serving.grpc.calls import decoded, in_statuses, stream_in_statuses
 from fastgen.serving.grpc.connections import (
     connection_options,
     end_listening,
@@ -31,9 +34,14 @@ from fastgen.serving.grpc.connections import (
     num_connections,
 )
 from fastgen.serving.grpc.open_services import Health, Reflection
-from fastgen.serving.options import ServeOptions
+from fastgen.serving.grpc.receiving import Receiving, Requests
+from fastgen.serving.grpc.size import check_num_fields
+from fastgen.serving.options import ConnectionLimits, ServeOptions
 from fastgen.serving.refusals import (
     BadRequestError,
+    OverloadedError,
+    Refusal,
+    RefusedError,
     RequestTimeoutError,
     TooLargeError,
     UnauthorizedError,
@@ -43,33 +51,45 @@ from fastgen.serving.service import Running, Service
 # How long a server that is left answers the calls of connections that it has accepted: longer than a client takes from
 # there to its first call.
 LEAVE_S = 1.0
+# How long a request may take to come while another waits to be received.
+_PATIENCE_S = 1.0
+# The reasons of refusals before a request is decoded, as the metrics name them.
+_REASONS: dict[type[RefusedError], Refusal] = {
+    UnauthorizedError: "api_key",
+    RequestTimeoutError: "body_time",
+    OverloadedError: "bodies",
+    TooLargeError: "body_size",
+}
 
 
 class GenerationServicer:
-    """The methods of ``fastgen.v1.Generation``. :meth:`receive` gives them their requests."""
+    """The methods of ``fastgen.v1.Generation``. :meth:`received` gives them their requests."""
 
-    def __init__(self, service: Service, keys: ApiKeys, ending: Ending, *, timeout_s: float):
-        self._service, self._keys, self._ending, self._timeout_s = service, keys, ending, timeout_s
+    def __init__(self, service: Service, keys: ApiKeys, ending: Ending, limits: ConnectionLimits):
+        self._service, self._keys, self._ending = service, keys, ending
+        self._receiving = Receiving(timeout_s=limits.body_timeout_s, patience_s=_PATIENCE_S)
+        self._bodies = Bodies(limits)
 
-    async def receive(self, requests: Requests, kind: Any, context: ServicerContext) -> Any:
-        """Returns the request of a call, a message of ``kind``, once the call has shown its API key, or what ends the
-        server.
+    @asynccontextmanager
+    async def received(self, requests: Requests, kind: Any, context: ServicerContext) -> AsyncIterator[Any]:
+        """Yields the request of a call, a message of ``kind``, once the call has shown its API key, or what ends the
+        server. Its bytes count until the context is left.
 
-        Raises ``UnauthorizedError``, ``RequestTimeoutError``, ``TooLargeError`` and ``InvalidArgumentError``.
+        Raises ``UnauthorizedError``, ``RequestTimeoutError``, ``OverloadedError``, ``TooLargeError`` and
+        ``InvalidArgumentError``.
         """
-        try:
-            checks = self._ending if kind is messages.TerminateRequest else self._keys
-            checks.check(_bearer(context))
-            return await receive(requests, kind, timeout_s=self._timeout_s)
-        except UnauthorizedError:
-            self._service.metrics.refused("api_key")
-            raise
-        except TooLargeError:
-            self._service.metrics.refused("body_size")
-            raise
-        except RequestTimeoutError:
-            self._service.metrics.refused("body_time")
-            raise
+        with CountedBody(self._bodies) as body:
+            try:
+                checks = self._ending if kind is messages.TerminateRequest else self._keys
+                checks.check(_bearer(context))
+                encoded = await self._receiving.first(requests)
+                body.count(len(encoded))
+                if len(encoded) > FREE_BYTES:
+                    await asyncio.to_thread(check_num_fields, encoded, kind.DESCRIPTOR)
+            except RefusedError as error:
+                self._service.metrics.refused(_REASONS[type(error)])
+                raise
+            yield decoded(encoded, kind)
 
     async def generate(self, request: Any, context: ServicerContext) -> Any:
         async with await self._submit(request, self._encode_prompt, context, is_stream=False) as running:
@@ -190,9 +210,7 @@ class GrpcServer:
             options=(*connection_options(limits), ("grpc.so_reuseport", int(self._is_shared))),
             maximum_concurrent_rpcs=max_calls(self._options.limits),
         )
-        servicer = GenerationServicer(
-            self._service, self._options.api_keys, self._ending, timeout_s=limits.body_timeout_s
-        )
+        servicer = GenerationServicer(self._service, self._options.api_keys, self._ending, limits)
         reflection = Reflection(timeout_s=limits.body_timeout_s)
         server.add_generic_rpc_handlers((_handlers(servicer), self._health.handlers(), reflection.handlers()))
         host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
@@ -267,7 +285,8 @@ def _received(
     """Returns ``behaviour`` of a call whose request, a message of ``kind``, is yet to come."""
 
     async def run(requests: Requests, context: ServicerContext) -> Any:
-        return await behaviour(await servicer.receive(requests, kind, context), context)
+        async with servicer.received(requests, kind, context) as request:
+            return await behaviour(request, context)
 
     return run
 
@@ -276,8 +295,9 @@ def _stream_received(
     servicer: GenerationServicer, behaviour: Callable[[Any, ServicerContext], AsyncIterator[Any]], kind: Any
 ) -> Callable[[Requests, ServicerContext], AsyncIterator[Any]]:
     async def run(requests: Requests, context: ServicerContext) -> AsyncIterator[Any]:
-        async for response in behaviour(await servicer.receive(requests, kind, context), context):
-            yield response
+        async with servicer.received(requests, kind, context) as request:
+            async for response in behaviour(request, context):
+                yield response
 
     return run
 

@@ -1,4 +1,4 @@
-"""The bodies of requests: whole, in time, and within limits, each for itself and all together."""
+"""The bodies of requests by HTTP: whole, in time, and within limits, each for itself and all together."""
 
 from __future__ import annotations
 
@@ -7,54 +7,19 @@ import asyncio
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
-from fastgen.serving.options import ConnectionLimits
-from fastgen.serving.refusals import OverloadedError, RequestTimeoutError, TooLargeError
-
-# Most bytes in the body of a request that needs no key. None of these requests has a use for more.
-MAX_OPEN_BODY_BYTES = 4 << 10
-# The first bytes of each body, which do not count in the sum over all. So large bodies, whose clients may send them as
-# slowly as they like, leave room for ordinary requests.
-_FREE_BYTES = 64 << 10
-# How many of the largest bodies the server holds at once.
-_MAX_LARGEST_BODIES = 16
+from fastgen.serving.admission.bodies import MAX_OPEN_BODY_BYTES, Bodies, CountedBody
+from fastgen.serving.refusals import RequestTimeoutError, TooLargeError
 
 
-class Bodies:
-    """Counts the bytes in the bodies of all requests that are not answered yet."""
-
-    def __init__(self, limits: ConnectionLimits):
-        self.limits = limits
-        self._max_bytes = _MAX_LARGEST_BODIES * limits.max_body_bytes
-        self._num_bytes = 0
-
-    def add(self, num_bytes: int) -> None:
-        """Counts more bytes. Raises ``OverloadedError`` if that is too many, and then counts none of them."""
-        if self._num_bytes + num_bytes > self._max_bytes:
-            raise OverloadedError(
-                f"the requests in work have {self._max_bytes} bytes, no more large ones are taken", retry_after_s=1.0
-            )
-        self._num_bytes += num_bytes
-
-    def remove(self, num_bytes: int) -> None:
-        self._num_bytes -= num_bytes
-
-
-class Body:
+class Body(CountedBody):
     """The body of one request. Leaving the context releases its bytes."""
 
     def __init__(self, bodies: Bodies, *, is_open: bool):
-        self._bodies = bodies
+        super().__init__(bodies)
         self._max_bytes = bodies.limits.max_body_bytes
         if is_open:
             self._max_bytes = min(self._max_bytes, MAX_OPEN_BODY_BYTES)
-        self._num_counted = 0
         self.content = b""
-
-    def __enter__(self) -> Body:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bodies.remove(self._num_counted)
 
     async def read(self, headers: Headers, receive: Receive) -> bool:
         """Receives all of it as ``content``. Returns whether the client stayed until then. Raises ``RefusedError``."""
@@ -79,10 +44,7 @@ class Body:
             content += message.get("body", b"")
             if len(content) > self._max_bytes:
                 raise self._too_large()
-            num_more = len(content) - _FREE_BYTES - self._num_counted
-            if num_more > 0:
-                self._bodies.add(num_more)
-                self._num_counted += num_more
+            self.count(len(content))
             if not message.get("more_body", False):
                 self.content = bytes(content)
                 return True

@@ -14,9 +14,10 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fastgen.serving.admission.bodies import Bodies
 from fastgen.serving.admission.json_limits import FREE_BYTES, check_json_size
 from fastgen.serving.api_keys import bearer
-from fastgen.serving.http.bodies import Bodies, Body
+from fastgen.serving.http.bodies import Body
 from fastgen.serving.http.errors import CLIENT_LEFT, error_response
 from fastgen.serving.http.hosts import Hosts
 from fastgen.serving.monitoring.prometheus import ServerMetrics

@@ -1,4 +1,6 @@
-"""Attacks on the gRPC port that ask for nothing: connections and calls that are opened and then left alone."""
+"""Attacks on the gRPC port that ask for nothing: connections and calls that are opened and then left alone, and calls
+whose large requests never end.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,12 @@ from contextlib import suppress
 
 import grpc
 
+from fastgen.serving.admission.bodies import MAX_LARGEST_BODIES
 from tests.serving.attacks.harness import Attack, Target
+from tests.serving.attacks.http2 import PREFACE, PartialCall
 
 # Longer than a server waits for the beginning of a connection, for a request, and for the next call.
 WAIT_S = 120.0
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # with empty SETTINGS
 
 _LATE, _TOO_MANY = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED
 # How calls whose request never comes may end.
@@ -21,6 +24,14 @@ ENDS = {
     "/grpc.health.v1.Health/Check": [_LATE, _TOO_MANY],
     "/grpc.health.v1.Health/Watch": [_LATE, _TOO_MANY],
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": [_LATE, _TOO_MANY],
+}
+
+# Bytes of a large request, and of what a server takes of one before it receives it.
+LARGE, WINDOW = 1 << 20, 1 << 16
+# How calls with an empty request may end beside those whose requests do not end.
+ANSWERS = {
+    "/fastgen.v1.Generation/Generate": [grpc.StatusCode.INVALID_ARGUMENT],
+    "/grpc.health.v1.Health/Check": [grpc.StatusCode.OK, _TOO_MANY],
 }
 
 
@@ -47,6 +58,29 @@ async def calls_without_requests(target: Target, size: int) -> None:
         await asyncio.gather(*(nothing(method) for method in ENDS for _ in range(size)))
 
 
+async def unfinished_requests(target: Target, size: int) -> None:
+    """Sends requests of 1 MiB without their last byte by ``size`` calls of two methods at once. The server must take a
+    bounded part of them, and beside them each method must answer another call.
+    """
+    calls = [await PartialCall.open(str(target.grpc), method) for method in ANSWERS for _ in range(size)]
+    sending = [asyncio.create_task(call.send(LARGE, LARGE - 1)) for call in calls]
+    most = len(ANSWERS) * MAX_LARGEST_BODIES * LARGE + len(calls) * WINDOW
+    try:
+        async with asyncio.timeout(WAIT_S), grpc.aio.insecure_channel(str(target.grpc)) as channel:
+            answers = [channel.unary_unary(method)(b"").code() for method in ANSWERS]
+            ends = asyncio.gather(*answers, asyncio.sleep(1.0))
+            while not ends.done():
+                assert sum(call.num_sent for call in calls if not call.is_over) <= most
+                await asyncio.sleep(0.01)
+            for method, code in zip(ANSWERS, await ends, strict=False):
+                assert code in ANSWERS[method], (method, code)
+    finally:
+        for task in sending:
+            task.cancel()
+        for call in calls:
+            call.leave()
+
+
 async def _until_closed(target: Target, size: int, sent: bytes) -> None:
     host, _, port = str(target.grpc).rpartition(":")
 
@@ -68,4 +102,5 @@ ATTACKS = {
     "silent_connections": Attack(silent_connections, 40, 500),
     "connections_without_calls": Attack(connections_without_calls, 40, 500),
     "calls_without_requests": Attack(calls_without_requests, 10, 200),
+    "unfinished_requests": Attack(unfinished_requests, 40, 100),
 }

@@ -21,6 +21,7 @@ ENDED_BY = {
     "silent_connections": "header_timeout_s",
     "connections_without_calls": "keep_alive_s",
     "calls_without_requests": "body_timeout_s",
+    "unfinished_requests": "keep_alive_s",
 }
 
 
