@@ -9,9 +9,9 @@ with the other's.
 
 Throughput is measured from the first request to the last answer. The cost of HTTP depends on the requests, so there are
 three kinds: *short* ones with 16 tokens of prompt and 16 of answer, *long* ones with 64 and 128, and a *burst* of 128
-long ones. Of short and long ones there are as many as take ``LLM`` five seconds, at least 384 and 128. 32 run at a time,
-and the HTTP client keeps 128 connections open. A run of fewer short ones would measure its beginning and end, when fewer
-than 32 run: in the library a batch of equal requests ends at once, and over HTTP one by one.
+long ones. Of short and long ones there are as many as take ``LLM`` five seconds, at least 384 and 128. 32 run at a
+time, and the HTTP client keeps 128 connections open. A run of fewer short ones would measure its beginning and end,
+when fewer than 32 run: in the library a batch of equal requests ends at once, and over HTTP one by one.
 
 The machine's limits are measured before and after every run. A round is steady if they moved by at most 15 % during
 each run and from run to run. Rounds end when six were steady, or after ``N``. The printed loss is the median over at
