@@ -81,14 +81,26 @@ def lengths(num_prompt: int, num_new: int, num_requests: int) -> Workload:
 
 
 def chats(num_sessions: int, num_turns: int, num_prompt: int, num_new: int) -> Workload:
-    return Chats(num_sessions=num_sessions, num_turns=num_turns, num_prompt_tokens=num_prompt, num_new_tokens=num_new)
+    """Returns chats with turns of many lengths.
+
+    With equal lengths clients keep the steps that they begin with for a whole run: those that begin together always end
+    together, and their prompts share steps. So tiny differences at the beginning decide everything. Of equal runs of
+    the real engine one had 75 % more steps with prompts than another, and a TPOT that was 21 % longer.
+    """
+    return Chats(
+        num_sessions=num_sessions,
+        num_turns=num_turns,
+        num_prompt_tokens=num_prompt,
+        num_new_tokens=num_new,
+        range_ratio=0.5,
+    )
 
 
 def models() -> dict[str, Model]:
     return {
         "tiny-llama": Model(
             {"max_num_seqs": 32, "token_budget": 256},
-            8.0,
+            12.0,
             {
                 "random lengths, Poisson": Case(lengths(256, 64, 1000), rate=30.0),
                 "random lengths, 8 clients": Case(lengths(512, 64, 1000), num_clients=8),

@@ -8,8 +8,13 @@ import random
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.requests.sampling_params import SamplingParams
 
-# Steps of each batch of decodes.
-_DECODE_STEPS = 12
+# Fewest and most steps of a batch of decodes, and for how many seconds it should run between these. The first steps
+# after prompts take longer, since caches hold what the prompts needed: with a tiny model the first three take two to
+# four times as long as later ones. So short steps need long batches to show how long they usually take.
+_LEAST_DECODE_STEPS, _MOST_DECODE_STEPS = 12, 64
+_DECODE_S = 0.02
+# Most tokens of an answer beside prompts.
+_MOST_MIXED = 48
 # Steps of each number of decodes that warm it up.
 _FIRST_STEPS = 4
 # Token ids of prompts are below this, or below the vocabulary's size where that is less.
@@ -32,6 +37,8 @@ class DesignedSteps:
         # How long each request kept the engine when it was submitted, in seconds.
         self.arrivals_s: list[float] = []
         self._most_tokens = max(4, min(engine.max_model_len, self._most_cached) - 1)
+        # Steps of the next batch of decodes.
+        self._num_decode_steps = _LEAST_DECODE_STEPS
 
     def warm_up(self) -> None:
         """Runs a few steps of every number of decodes, largest first: the first ones of a kind take longer, because
@@ -50,21 +57,27 @@ class DesignedSteps:
         end_s = clock() + seconds
         try:
             while clock() < end_s:
-                self._draw.choice((self._decodes, self._decodes, self._prompts, self._mixed, self._mixed))()
+                episode = self._draw.choice((self._decodes, self._decodes, self._prompts, self._mixed, self._mixed))
+                episode()
+                begin_s, num_steps = clock(), 0
                 while self._engine.has_work and clock() < end_s:
                     self._engine.step()
+                    num_steps += 1
+                if episode == self._decodes and num_steps:
+                    wanted = round(_DECODE_S * num_steps / max(clock() - begin_s, 1e-9))
+                    self._num_decode_steps = min(_MOST_DECODE_STEPS, max(_LEAST_DECODE_STEPS, wanted))
         finally:
             self._engine.cancel_all()
 
     def _decodes(self) -> None:
         """Submits sequences of about the same length, which then decode together."""
-        num = self._number(1, self._most_sequences)
+        num, num_steps = self._number(1, self._most_sequences), self._num_decode_steps
         most = min(self._most_tokens, self._most_cached // num - self._engine.scheduler.kv.block_size)
-        if most <= _DECODE_STEPS:
+        if most <= num_steps:
             return
-        length = self._number(1, most - _DECODE_STEPS)
+        length = self._number(1, most - num_steps)
         for _ in range(num):
-            self._submit(length, _DECODE_STEPS)
+            self._submit(length, num_steps)
 
     def _prompts(self) -> None:
         """Submits prompts that are answered with one token."""
@@ -75,7 +88,7 @@ class DesignedSteps:
         """Submits answers that are so unlike in length that prompts come beside decodes for a while."""
         for _ in range(2 * self._number(1, self._most_sequences)):
             length = self._number(1, self._most_tokens - 1)
-            self._submit(length, self._number(1, min(self._most_tokens - length, 4 * _DECODE_STEPS)))
+            self._submit(length, self._number(1, min(self._most_tokens - length, _MOST_MIXED)))
 
     def _number(self, least: int, most: int) -> int:
         """Draws a number, small ones as often as large ones: its logarithm is uniform."""

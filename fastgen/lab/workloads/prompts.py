@@ -29,6 +29,14 @@ def drawn_ids(draw: np.random.Generator, count: int, vocab_size: int) -> list[in
     return found
 
 
+def drawn_length(draw: np.random.Generator, mean: int, range_ratio: float) -> int:
+    """Returns a length of at least 1 between ``mean * (1 - range_ratio)`` and ``mean * (1 + range_ratio)``; all are
+    equally likely.
+    """
+    low, high = round(mean * (1 - range_ratio)), round(mean * (1 + range_ratio))
+    return max(1, int(draw.integers(low, high, endpoint=True)))
+
+
 def same_ids(seed: int, name: str | int, count: int, vocab_size: int) -> list[int]:
     """Returns ``count`` token ids that are the same whenever ``seed``, ``name`` and ``vocab_size`` are: the first
     tokens of an endless sequence that ``name`` stands for. Prompts share a prefix by sharing names.

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from fastgen.arguments import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Check, Option, check
 from fastgen.lab.workloads.named import stated
-from fastgen.lab.workloads.prompts import drawn_ids, generator, same_ids
+from fastgen.lab.workloads.prompts import drawn_ids, drawn_length, generator, same_ids
 from fastgen.lab.workloads.request import PlannedRequest
 
 _RATIO = Check("a number of at least 0 and below 1", lambda value: 0 <= value < 1)
@@ -80,14 +80,10 @@ class RandomLengths:
     def requests(self, *, vocab_size: int, seed: int) -> list[PlannedRequest]:
         lengths, draw = generator(seed, "lengths"), generator(seed, "prompts")
 
-        def drawn(mean: int) -> int:
-            low, high = round(mean * (1 - self.range_ratio)), round(mean * (1 + self.range_ratio))
-            return max(1, int(lengths.integers(low, high, endpoint=True)))
-
         return [
             PlannedRequest(
-                prompt_ids=drawn_ids(draw, drawn(self.num_prompt_tokens), vocab_size),
-                num_new_tokens=drawn(self.num_new_tokens),
+                prompt_ids=drawn_ids(draw, drawn_length(lengths, self.num_prompt_tokens, self.range_ratio), vocab_size),
+                num_new_tokens=drawn_length(lengths, self.num_new_tokens, self.range_ratio),
             )
             for _ in range(self.num_requests)
         ]
@@ -178,7 +174,8 @@ class Chats:
     """Conversations. Every turn adds tokens to what was said before, and is answered with tokens of its own.
 
     Requests come conversation by conversation, so that a client of a closed loop holds one conversation after another.
-    The first prompt has the tokens of one turn; the last one, with the defaults, 9 * (150 + 350) + 150 = 4650.
+    The first prompt has the tokens of one turn; the last one, with the defaults, 9 * (150 + 350) + 150 = 4650. With a
+    ``range_ratio`` lengths are drawn as those of :class:`RandomLengths` are.
     """
 
     name: ClassVar[str] = "chats"
@@ -187,16 +184,17 @@ class Chats:
     num_prompt_tokens: Annotated[int, Option("Tokens that a turn adds.", check=AT_LEAST_1, name="prompt")] = 150
     num_new_tokens: _AnswerTokens = 350
     think_s: Annotated[float, Option("Seconds from an answer to the next turn.", check=AT_LEAST_0)] = 0.0
+    range_ratio: Annotated[float, Option("How far lengths lie from their mean, as a share of it.", check=_RATIO)] = 0.0
 
     def __post_init__(self) -> None:
         check(self)
 
     def requests(self, *, vocab_size: int, seed: int) -> list[PlannedRequest]:
-        draw = generator(seed, "prompts")
+        lengths, draw = generator(seed, "lengths"), generator(seed, "prompts")
         return [
             PlannedRequest(
-                prompt_ids=drawn_ids(draw, self.num_prompt_tokens, vocab_size),
-                num_new_tokens=self.num_new_tokens,
+                prompt_ids=drawn_ids(draw, drawn_length(lengths, self.num_prompt_tokens, self.range_ratio), vocab_size),
+                num_new_tokens=drawn_length(lengths, self.num_new_tokens, self.range_ratio),
                 session=f"chat {session}",
                 think_s=self.think_s if turn else 0.0,
                 continues=turn > 0,
