@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
 
 from fastgen.errors import InvalidArgumentError, RecordingError
 from fastgen.lab.devices.calibration import calibrate, calibration_of, read_calibration, write_calibration
+from fastgen.lab.devices.designed_steps import DesignedSteps
 from fastgen.runtime.flight.step_times import measured_steps, work_of
 from fastgen.runtime.flight.why import why
 from fastgen.runtime.flight.why_text import as_text
@@ -76,6 +77,15 @@ def test_a_minute_of_designed_steps_finds_the_device(sizes: tuple[int, ...]) -> 
     steps = [step for _, step in measured_steps(held_out.engine.recorder.recording("held out"))]
     for kind, each in residuals(found.cost, steps).items():
         assert abs(each.bias) < 0.05, kind
+
+
+@pytest.mark.parametrize(("step_s", "num_steps"), [(1e-5, 64), (1e-3, 20), (0.1, 12)])
+def test_batches_of_decodes_are_longer_where_steps_are_short(step_s: float, num_steps: int) -> None:
+    engine = server(StepCost.linear(step_s, 0.0)).engine
+    DesignedSteps(engine).run(2000 * step_s)
+    submitted = [each.max_new_tokens for each in engine.recorder.recording("device").arrivals.values()]
+    batches = [count for count, equal in groupby(submitted) if len(list(equal)) > 4 and count >= 12]
+    assert set(batches) == {12, num_steps}, "the first batch has the fewest"
 
 
 def test_the_engine_has_no_requests_afterwards_and_records_as_before() -> None:

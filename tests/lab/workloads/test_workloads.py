@@ -134,6 +134,13 @@ def test_long_prompts_intrude_on_streams_at_even_times() -> None:
     assert [len(request.prompt_ids) for request in found] == [64, 64, 2048, 2048, 2048]
 
 
+def test_turns_of_chats_may_have_lengths_of_a_range() -> None:
+    found = requests("chats:n=100,turns=10,prompt=100,answer=10,range_ratio=0.2")
+    assert {len(request.prompt_ids) for request in found} == set(range(80, 121))
+    assert {request.num_new_tokens for request in found} == set(range(8, 13))
+    assert [request.continues for request in found[:11]] == [False, *[True] * 9, False]
+
+
 def test_chats_continue_with_the_answers_that_came() -> None:
     found = requests("chats:n=2,turns=3,prompt=4,answer=5")
     assert [(request.session, request.continues) for request in found[:4]] == [
