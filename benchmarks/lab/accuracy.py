@@ -107,6 +107,15 @@ def models() -> dict[str, Model]:
                 "chats, 8 clients": Case(chats(170, 6, 60, 60), num_clients=8),
             },
         ),
+        "llama-37m": Model(
+            {"max_num_seqs": 16, "token_budget": 128, "max_model_len": 1024, "kv_cache_memory": "400MiB"},
+            20.0,
+            {
+                "random lengths, Poisson": Case(lengths(64, 24, 200), rate=5.0),
+                "random lengths, 6 clients": Case(lengths(96, 24, 200), num_clients=6),
+                "chats, 6 clients": Case(chats(48, 4, 32, 24), num_clients=6),
+            },
+        ),
         "llama-110m": Model(
             {"max_num_seqs": 16, "token_budget": 128, "max_model_len": 1024, "kv_cache_memory": "400MiB"},
             40.0,
@@ -302,8 +311,10 @@ def in_short(rounds: Sequence[Mapping[str, Any]], kind: str) -> dict[str, float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="of tiny-llama and llama-110m; by default both")
-    parser.add_argument("--directory", type=Path, required=True, help="where llama-110m is, or is written")
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help="of tiny-llama, llama-37m and llama-110m; by default all"
+    )
+    parser.add_argument("--directory", type=Path, required=True, help="where the models are, or are written")
     parser.add_argument("--clock", choices=["cpu", "wall"], default="cpu")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--raw", type=Path, required=True, help="a directory for the runs' records")
