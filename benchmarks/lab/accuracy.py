@@ -155,6 +155,12 @@ def errors(simulated: Mapping[str, float], real: Mapping[str, float]) -> dict[st
     return {name: round(simulated[name] / real[name] - 1, 4) for name in real}
 
 
+def freeze() -> None:
+    """Keeps the steps that are recorded so far out of garbage collection. A server would keep few of them."""
+    gc.collect()
+    gc.freeze()
+
+
 class CpuClock:
     """The processor time of this process, and the time that it was idle for want of requests."""
 
@@ -228,6 +234,7 @@ class Bench:
 
     def designed(self, seed: int) -> list[MeasuredStep]:
         self.engine.answers.on_end = None  # that of the last run
+        freeze()
         begin_s, steps = self.engine.clock(), DesignedSteps(self.engine, seed=seed)
         steps.run(self.model.calibration_s / 2)
         self.arrival_s = median(steps.arrivals_s)
@@ -259,9 +266,8 @@ class Bench:
         """Returns the errors of one round of ``case``; its real and its simulated run are written beside them."""
         before = self.designed(2 * number)
         settings = self.settings()
+        freeze()
         begin_s = self.engine.clock()
-        gc.collect()
-        gc.freeze()  # the steps recorded so far, of which a server would keep few
         requests = case.requests(self.vocab_size)
         real = self.simulation(requests, case, settings, _NO_COST, RealRun).use(self.engine, self.clock).run()
         own = self.steps_since(begin_s)
