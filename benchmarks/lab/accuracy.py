@@ -111,9 +111,9 @@ def models() -> dict[str, Model]:
             {"max_num_seqs": 16, "token_budget": 128, "max_model_len": 1024, "kv_cache_memory": "400MiB"},
             20.0,
             {
-                "random lengths, Poisson": Case(lengths(64, 24, 200), rate=5.0),
-                "random lengths, 6 clients": Case(lengths(96, 24, 200), num_clients=6),
-                "chats, 6 clients": Case(chats(48, 4, 32, 24), num_clients=6),
+                "random lengths, Poisson": Case(lengths(64, 24, 1000), rate=8.0),
+                "random lengths, 6 clients": Case(lengths(96, 24, 1000), num_clients=6),
+                "chats, 6 clients": Case(chats(250, 4, 32, 24), num_clients=6),
             },
         ),
         "llama-110m": Model(
