@@ -340,6 +340,7 @@ def main() -> None:
         for case_name, case in model.cases.items():
             rounds = [bench.round(number, case_name, case) for number in range(options.rounds)]
             results[f"{name}: {case_name}"] = {
+                "commit": machine_facts()["commit"],
                 "error": in_short(rounds, "held_out"),
                 "error_of_own_steps": in_short(rounds, "own"),
                 "rounds": rounds,
