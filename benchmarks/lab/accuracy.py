@@ -50,6 +50,8 @@ SEED = 1
 _STAGGER_S = 0.01
 _NO_COST = StepCost.linear(0.0, 0.0)
 Kind = TypeVar("Kind", bound=Simulation)
+# The sizes of the engine for models with a vocabulary of usual size.
+_SIZES = {"max_num_seqs": 16, "token_budget": 128, "max_model_len": 1024, "kv_cache_memory": "400MiB"}
 # Answers of a run that a percentile needs at least: ten beyond it.
 _LEAST_BEYOND = 10
 
@@ -108,7 +110,7 @@ def models() -> dict[str, Model]:
             },
         ),
         "llama-37m": Model(
-            {"max_num_seqs": 16, "token_budget": 128, "max_model_len": 1024, "kv_cache_memory": "400MiB"},
+            _SIZES,
             20.0,
             {
                 "random lengths, Poisson": Case(lengths(64, 24, 1000), rate=8.0),
@@ -117,7 +119,7 @@ def models() -> dict[str, Model]:
             },
         ),
         "llama-110m": Model(
-            {"max_num_seqs": 16, "token_budget": 128, "max_model_len": 1024, "kv_cache_memory": "400MiB"},
+            _SIZES,
             40.0,
             {
                 "random lengths, Poisson": Case(lengths(64, 24, 100), rate=1.2),

@@ -85,7 +85,7 @@ def test_the_oldest_of_the_slow_make_room_for_as_many_as_wait() -> None:
     async def run() -> None:
         receiving = Receiving(timeout_s=LONG_S, patience_s=0.05)
         slow = await stalled(receiving)
-        await asyncio.sleep(0.1)  # nobody waits, so all may go on
+        await asyncio.sleep(0.1)  # no call waits for a place, so none is cut
         assert not any(call.receipt.done() for call in slow)
         assert await asyncio.gather(*(Call(receiving, 0.0).receipt for _ in range(2))) == [b"request"] * 2
         for call in slow[:2]:
