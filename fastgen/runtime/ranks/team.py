@@ -104,7 +104,8 @@ class _Members:
                 )
             )
         self.connections.append(ours)
-        ours.send(setup)
+        with contextlib.suppress(OSError):  # it has ended; `_watch` finds out why
+            ours.send(setup)
 
     def _watch(self) -> None:
         """Notes what ranks send, until one ends or fails, and then why."""
@@ -167,7 +168,8 @@ class Team:
         """Waits until the weights of each rank are loaded, and has all continue together."""
         self._wait_until(LOADED)
         for connection in self._members.connections:
-            connection.send((GO,))
+            with contextlib.suppress(OSError):  # the thread that watches finds out why
+                connection.send((GO,))
 
     def ready(self) -> None:
         """Waits until each rank takes plans. From here on the ranks send nothing unless they fail."""

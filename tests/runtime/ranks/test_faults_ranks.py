@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,9 +26,11 @@ from fastgen.options import LoadOptions
 from fastgen.runtime.arrangement import check_arrangement
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.ranks.setup import file_states
+from fastgen.runtime.ranks.team import LOADED, Team
 from tests.fast import cases
 from tests.runtime.ranks.models import prompts, save_family
 
+KILLED = r"^rank 1 of 2 \(process \d+\) was ended by signal SIGKILL$"
 # The bound on how long a fault may stay unnoticed: a wait for a rank, and as much again for a loaded machine.
 BOUND_S = 2 * rank_memory.TIMEOUT_S
 
@@ -243,9 +246,43 @@ def test_a_rank_that_is_lost_while_it_loads_ends_the_load(directory: Path) -> No
 
     killer = threading.Thread(target=kill)
     killer.start()
-    with pytest.raises(RankError, match=r"^rank 1 of 2 \(process \d+\) was ended by signal SIGKILL$"):
+    with pytest.raises(RankError, match=KILLED):
         fastgen.load(directory, tensor_parallel=2, quantize="int8")
     killer.join()
+    assert not followers(os.getpid())
+
+
+def test_a_rank_that_is_lost_before_it_is_told_what_to_load_ends_the_load(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any):
+            super().__init__(*arguments, **options)
+            self.kill()
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+    monkeypatch.setattr("fastgen.runtime.ranks.team.subprocess.Popen", Killed)
+    with pytest.raises(RankError, match=KILLED):
+        fastgen.load(directory, tensor_parallel=2)
+    assert not followers(os.getpid())
+
+
+def test_a_rank_that_is_lost_before_it_is_told_to_continue_ends_the_load(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_until = Team._wait_until
+
+    def wait_and_kill(team: Team, message: str) -> None:
+        wait_until(team, message)
+        if message == LOADED:
+            [rank] = followers(os.getpid())
+            os.kill(rank, signal.SIGKILL)
+            while followers(os.getpid()):
+                time.sleep(0.01)
+
+    monkeypatch.setattr(Team, "_wait_until", wait_and_kill)
+    with pytest.raises(RankError, match=KILLED):
+        fastgen.load(directory, tensor_parallel=2)
     assert not followers(os.getpid())
 
 
