@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, *directories: Path) -> None:
 
 def entry_points(monkeypatch: pytest.MonkeyPatch, **targets: Any) -> None:
     points = [EntryPoint(name, target) for name, target in targets.items()]
-    monkeypatch.setattr(search_path, "entry_points", lambda group: points if group == "fastgen.recipes" else [])
+    monkeypatch.setattr(search_path, "_entry_points", lambda: points)
 
 
 def test_built_ins() -> None:
@@ -226,9 +226,24 @@ def test_a_broken_recipe_in_a_place_is_reported(tmp_path: Path, monkeypatch: pyt
     assert caught.value.file == str(tmp_path / "broken.yaml")
 
 
-def test_entry_points_are_those_of_the_group() -> None:
-    found = importlib.metadata.entry_points(group=search_path.ENTRY_POINT_GROUP)
-    assert list(search_path._entry_point_directories()) == [Path(point.load()) for point in found]
+def test_a_package_is_found_as_soon_as_it_is_installed_and_as_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, recipes = tmp_path / "site", tmp_path / "recipes"
+    variant(recipes, "mine", "NewForCausalLM")
+    site.mkdir()
+    (site / "its_module.py").write_text(f"recipes = {str(recipes)!r}\n")
+    monkeypatch.syspath_prepend(site)
+    with pytest.raises(UnknownArchitectureError):
+        find_recipe(NEW)
+    installed = site / "mine-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[others]\na = nothing\n[fastgen.recipes]\na = its_module:recipes\n")
+    assert find_recipe(NEW).name == "mine"
+    shutil.rmtree(installed)
+    with pytest.raises(UnknownArchitectureError):
+        find_recipe(NEW)
 
 
 @pytest.mark.parametrize("seed", range(3))

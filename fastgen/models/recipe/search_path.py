@@ -11,9 +11,11 @@ They are searched in this order, and the first place that has the recipe decides
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Final
 
@@ -57,7 +59,7 @@ def search_path() -> list[SearchPlace]:
 
 
 def _entry_point_directories() -> Iterator[Path]:
-    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
+    for point in _entry_points():
         try:
             target = point.load()
             directory = Path(target() if callable(target) else target)
@@ -66,6 +68,24 @@ def _entry_point_directories() -> Iterator[Path]:
         if not directory.is_dir():
             raise RecipeError(f"entry point {point.name!r} of {ENTRY_POINT_GROUP} names no directory: {directory}")
         yield directory
+
+
+def _entry_points() -> tuple[EntryPoint, ...]:
+    """Returns those of installed packages, in the order of their names."""
+    return _entry_points_in(tuple((path, _changed_ns(path)) for path in map(os.path.abspath, sys.path)))
+
+
+@lru_cache(1)  # it opens a file of each installed package, and installing one changes a directory
+def _entry_points_in(paths: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
+    return tuple(sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name))
+
+
+def _changed_ns(path: str) -> int:
+    """Returns when something was last added to a directory of the import path or removed; 0 if it is not there."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _built_in_directory() -> Path:

@@ -32,7 +32,7 @@ class Place:
     prefix: str = ""
 
     def __truediv__(self, key: str) -> Place:
-        return dataclasses.replace(self, path=(*self.path, key))
+        return Place(self.recipe, (*self.path, key), self.scope, self.prefix)
 
     def within(self, prefix: str, **names: Value) -> Place:
         """Returns the same node with its tensors below ``prefix`` and with ``names`` added to its scope."""

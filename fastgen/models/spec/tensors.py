@@ -92,19 +92,16 @@ def linears_of(node: object) -> Iterator[LinearSpec]:
 
 
 def _below(node: object, kind: type[_T]) -> Iterator[_T]:
-    if isinstance(node, kind):
-        yield node
-    else:
-        for child in _children(node):
-            yield from _below(child, kind)
-
-
-def _children(node: object) -> Iterator[object]:
-    if isinstance(node, tuple):
-        yield from node
-    else:
-        kind: Any = type(node)
-        yield from (getattr(node, name) for name in _field_names(kind))
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, kind):
+            yield node
+        elif isinstance(node, tuple):
+            waiting += reversed(node)
+        else:
+            holder: Any = type(node)
+            waiting += [getattr(node, name) for name in reversed(_field_names(holder))]
 
 
 @cache
