@@ -67,6 +67,7 @@ SHAPES = {
     "llama-110m": Shape(768, 12, 12, 4, 2048, torch.float32),
     "llama-1.1b": Shape(2048, 16, 32, 8, 8192, torch.bfloat16),
     "llama-37m": Shape(384, 8, 6, 2, 1024, torch.float32),
+    "llama-64m": Shape(512, 10, 8, 4, 1536, torch.float32),
 }
 
 

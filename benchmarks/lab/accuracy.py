@@ -118,6 +118,15 @@ def models() -> dict[str, Model]:
                 "chats, 6 clients": Case(chats(250, 4, 32, 24), num_clients=6),
             },
         ),
+        "llama-64m": Model(
+            _SIZES,
+            30.0,
+            {
+                "random lengths, Poisson": Case(lengths(64, 24, 1000), rate=4.5),
+                "random lengths, 6 clients": Case(lengths(96, 24, 1000), num_clients=6),
+                "chats, 6 clients": Case(chats(250, 4, 32, 24), num_clients=6),
+            },
+        ),
         "llama-110m": Model(
             _SIZES,
             40.0,
@@ -320,7 +329,7 @@ def in_short(rounds: Sequence[Mapping[str, Any]], kind: str) -> dict[str, float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "models", nargs="*", metavar="MODEL", help="of tiny-llama, llama-37m and llama-110m; by default all"
+        "models", nargs="*", metavar="MODEL", help="of tiny-llama, llama-37m, llama-64m and llama-110m; by default all"
     )
     parser.add_argument("--directory", type=Path, required=True, help="where the models are, or are written")
     parser.add_argument("--clock", choices=["cpu", "wall"], default="cpu")
