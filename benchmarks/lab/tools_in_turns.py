@@ -2,8 +2,10 @@
 
 ``python -m benchmarks.lab.tools_in_turns [--vllm PYTHON] [--guidellm PROGRAM] [--output FILE] [--raw FILE]`` starts
 ``fastgen serve`` once. In each turn every tool sends the same load, in an order that moves on by one from turn to turn:
-Poisson arrivals, prompts of 64 tokens, answers of 32, no prefix cache. ``PYTHON`` is the interpreter of an environment
-with vLLM, ``PROGRAM`` is guidellm's; a tool that is not named takes no part. Each tool runs in a process of its own.
+Poisson arrivals, prompts of 64 tokens, answers of 32, no prefix cache. Each tool draws its own arrivals, so the loads
+differ by chance. With ``--even`` requests come at equal intervals, and all tools send exactly the same load. ``PYTHON``
+is the interpreter of an environment with vLLM, ``PROGRAM`` is guidellm's; a tool that is not named takes no part. Each
+tool runs in a process of its own.
 
 The values of all turns are pooled, and each figure has its bootstrap interval. Two tools agree where the intervals
 overlap. Beside it stands the mean difference of a turn, as a share of fastgen's value, with a t interval of 95 %.
@@ -43,6 +45,8 @@ NUM_PROMPT, NUM_ANSWER = 64, 32
 FLAGS = "--num-threads 1 --no-prefix-caching"
 # Figures beside the latencies.
 OTHERS = ("request_throughput", "output_throughput", "total_input_tokens", "total_output_tokens", "completed")
+# vLLM's intervals have a gamma distribution of this shape: they deviate from their mean by a thousandth.
+_EVEN = "1e6"
 # The values of each answered request, in milliseconds, by the latency's name.
 Latencies = dict[str, list[list[float]]]
 # vLLM's own program wants to know the version of a package that some builds have under another name.
@@ -60,13 +64,14 @@ Command = Callable[[int, Path, int], Sequence[str]]
 def commands(options: argparse.Namespace) -> dict[str, Command]:
     """Returns the command of each tool that takes part."""
     model, tokenizer = options.model, BUILTINS.get(options.model) or Path(options.model)
+    arrivals = "constant" if options.even else "poisson"
 
     def ours(port: int, directory: Path, turn: int) -> Sequence[str]:
         return [
             *(sys.executable, "-m", "fastgen", "bench", "serve", "--base-url", f"http://127.0.0.1:{port}"),
             *("--tokenizer", str(model), "--workload", f"fixed:prompt={NUM_PROMPT},answer={NUM_ANSWER}"),
-            *("--num-prompts", str(options.requests), "--request-rate", str(options.rate), "--seed", str(turn)),
-            *("--output", str(directory), "--json"),
+            *("--num-prompts", str(options.requests), "--arrivals", f"{arrivals}:rate={options.rate}"),
+            *("--seed", str(turn), "--output", str(directory), "--json"),
         ]
 
     def vllm(port: int, directory: Path, turn: int) -> Sequence[str]:
@@ -75,6 +80,7 @@ def commands(options: argparse.Namespace) -> dict[str, Command]:
             *("--tokenizer", str(tokenizer), "--dataset-name", "random", "--ignore-eos", "--seed", str(turn)),
             *("--random-input-len", str(NUM_PROMPT), "--random-output-len", str(NUM_ANSWER)),
             *("--num-prompts", str(options.requests), "--request-rate", str(options.rate), "--num-warmups", "1"),
+            *("--burstiness", _EVEN if options.even else "1"),
             *("--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90,95,99"),
             *("--save-result", "--save-detailed", "--result-dir", str(directory), "--result-filename", "vllm.json"),
             "--disable-tqdm",
@@ -87,7 +93,7 @@ def commands(options: argparse.Namespace) -> dict[str, Command]:
             *("--backend", f"kind=openai_http,target={target},model={model},request_format=/v1/completions"),
             *("--data", f"kind=synthetic_text,prompt_tokens={NUM_PROMPT},output_tokens={NUM_ANSWER}"),
             *("--tokenizer", f"kind=huggingface_auto,model={tokenizer}"),
-            *("--profile", f"kind=poisson,rate={options.rate}", "--seed", f"kind=static,value={turn}"),
+            *("--profile", f"kind={arrivals},rate={options.rate}", "--seed", f"kind=static,value={turn}"),
             *("--constraint", f"kind=max_requests,count={options.requests}"),
             *("--output", f"kind=json,path={directory / 'guidellm.json'}"),
         ]
@@ -259,6 +265,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--requests", type=int, default=500, help="requests of a run; a P99 takes 500")
     parser.add_argument("--rate", type=float, default=20.0, help="requests a second")
+    parser.add_argument("--even", action="store_true", help="send requests at equal intervals")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--raw", type=Path, help="keep the tools' own results in this .tar.gz")
     options = parser.parse_args()
@@ -278,6 +285,7 @@ def main() -> None:
     comparison = {tool: compared(turns, pooled, tool) for tool in pooled if tool != "fastgen"}
     print(text(comparison))
     load = {"prompt": NUM_PROMPT, "answer": NUM_ANSWER, "requests": options.requests, "rate": options.rate}
+    load["arrivals"] = "constant" if options.even else "poisson"
     about = {"made": now(), "machine": machine_facts(), "model": options.model, "server": options.server, "load": load}
     if options.output:
         options.output.write_text(json.dumps({**about, "comparison": comparison, "turns": turns}, indent=1) + "\n")
