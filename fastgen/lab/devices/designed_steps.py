@@ -7,6 +7,7 @@ import random
 
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.step.forward import TapedForward
 
 # Fewest and most steps of a batch of decodes, and for how many seconds it should run between these. The first steps
 # after prompts take longer, since caches hold what the prompts needed: with a tiny model the first three take two to
@@ -17,6 +18,8 @@ _DECODE_S = 0.02
 _MOST_MIXED = 48
 # Steps of each number of decodes that warm it up.
 _FIRST_STEPS = 4
+# Most seconds for prompts that warm it up. A large model takes longer, but there recording is a small part of a step.
+_FIRST_PROMPTS_S = 5.0
 # Token ids of prompts are below this, or below the vocabulary's size where that is less.
 _MOST_IDS = 256
 
@@ -29,7 +32,7 @@ class DesignedSteps:
     """
 
     def __init__(self, engine: Engine, *, seed: int = 0):
-        self._engine, self._draw = engine, random.Random(seed)
+        self._engine, self._draw, self._seed = engine, random.Random(seed), seed
         scheduler = engine.scheduler
         self._most_sequences = scheduler.max_num_seqs
         pool, groups = scheduler.kv.pool, scheduler.kv.num_groups
@@ -41,13 +44,25 @@ class DesignedSteps:
         self._num_decode_steps = _LEAST_DECODE_STEPS
 
     def warm_up(self) -> None:
-        """Runs a few steps of every number of decodes, largest first: the first ones of a kind take longer, because
-        they are recorded or compiled.
+        """Runs a few steps of every number of decodes, largest first, and then a prompt of every length of which there
+        are tapes: the first steps of a kind take longer, because they are recorded or compiled. Most of these lengths
+        occur only once or twice in the steps that are measured, so their times would be mostly those of recording.
         """
+        measured, self._draw = self._draw, random.Random(f"warm-up {self._seed}")  # its own draws
         for place in range(self._most_sequences):
             num_new = _FIRST_STEPS * (place + 1)
             if num_new < self._most_tokens:
                 self._submit(1, num_new)
+        self._finish()
+        clock = self._engine.clock
+        end_s = clock() + _FIRST_PROMPTS_S
+        for num_prompt in range(2, min(TapedForward.SMALL, self._most_tokens - 1) + 1):
+            if clock() < end_s:
+                self._submit(num_prompt, 1)
+                self._finish()
+        self._draw = measured
+
+    def _finish(self) -> None:
         while self._engine.has_work:
             self._engine.step()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import fastgen
 from fastgen.errors import InvalidArgumentError, RecordingError
 from fastgen.lab.devices.calibration import calibrate, calibration_of, read_calibration, write_calibration
 from fastgen.lab.devices.designed_steps import DesignedSteps
@@ -18,6 +19,7 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.simulated import Arrival, SimulatedServer
+from fastgen.runtime.step.forward import TapedForward
 from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.runtime.step_cost.fit import residuals
 from fastgen.runtime.step_cost.sight import Sight
@@ -86,6 +88,20 @@ def test_batches_of_decodes_are_longer_where_steps_are_short(step_s: float, num_
     submitted = [each.max_new_tokens for each in engine.recorder.recording("device").arrivals.values()]
     batches = [count for count, equal in groupby(submitted) if len(list(equal)) > 4 and count >= 12]
     assert set(batches) == {12, num_steps}, "the first batch has the fewest"
+
+
+def test_no_step_is_recorded_as_a_tape_while_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = fastgen.load("tiny-llama", max_num_seqs=4, token_budget=128, num_threads=1)
+    engine = llm.release_engine()
+    steps = DesignedSteps(engine, seed=3)
+    steps.warm_up()
+    recorded: list[int] = []
+    monkeypatch.setattr(TapedForward, "_record", lambda forward, num_tokens: recorded.append(num_tokens))
+    for num_tokens in range(1, 65):
+        engine.submit(range(num_tokens), SamplingParams(max_new_tokens=1))
+        engine.step()
+    assert not engine.has_work
+    assert recorded == []
 
 
 def test_the_engine_has_no_requests_afterwards_and_records_as_before() -> None:
