@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def render(results: Path = RESULTS) -> str:
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {"range": spread, "median": statistics.median}
+    environment.filters |= {"range": spread, "median": statistics.median, "within_turns": within_turns}
     template = environment.from_string((ROOT / "tools" / "status.md.j2").read_text())
     return template.render(
         newest=lambda kind: newest(results, kind),
@@ -85,6 +85,12 @@ def all_turns(results: Path) -> dict[str, Any]:
 def spread(values: Sequence[float], shape: str = "{:g}") -> str:
     """Writes the least and the greatest value."""
     return f"{shape.format(min(values))} to {shape.format(max(values))}"
+
+
+def within_turns(compared: Mapping[str, Any]) -> str:
+    """Writes how far another tool's figure is from ours within a turn, with the interval of that."""
+    low, high = compared["difference_interval"]
+    return f"{100 * compared['difference']:+.1f} % ({100 * low:.1f} to {100 * high:.1f})"
 
 
 def losses(http: Sequence[float], library: Sequence[float]) -> list[float]:
