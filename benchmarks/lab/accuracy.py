@@ -109,33 +109,18 @@ def models() -> dict[str, Model]:
                 "chats, 8 clients": Case(chats(170, 6, 60, 60), num_clients=8),
             },
         ),
-        "llama-37m": Model(
-            _SIZES,
-            20.0,
-            {
-                "random lengths, Poisson": Case(lengths(64, 24, 1000), rate=8.0),
-                "random lengths, 6 clients": Case(lengths(96, 24, 1000), num_clients=6),
-                "chats, 6 clients": Case(chats(250, 4, 32, 24), num_clients=6),
-            },
-        ),
-        "llama-64m": Model(
-            _SIZES,
-            30.0,
-            {
-                "random lengths, Poisson": Case(lengths(64, 24, 1000), rate=4.5),
-                "random lengths, 6 clients": Case(lengths(96, 24, 1000), num_clients=6),
-                "chats, 6 clients": Case(chats(250, 4, 32, 24), num_clients=6),
-            },
-        ),
-        "llama-110m": Model(
-            _SIZES,
-            40.0,
-            {
-                "random lengths, Poisson": Case(lengths(64, 24, 100), rate=1.2),
-                "random lengths, 6 clients": Case(lengths(96, 24, 100), num_clients=6),
-                "chats, 6 clients": Case(chats(24, 4, 32, 24), num_clients=6),
-            },
-        ),
+        "llama-37m": Model(_SIZES, 20.0, cases(num_requests=1000, num_sessions=250, rate=8.0)),
+        "llama-64m": Model(_SIZES, 30.0, cases(num_requests=1000, num_sessions=250, rate=4.5)),
+        "llama-110m": Model(_SIZES, 40.0, cases(num_requests=100, num_sessions=24, rate=1.2)),
+    }
+
+
+def cases(*, num_requests: int, num_sessions: int, rate: float) -> dict[str, Case]:
+    """Returns the three loads of a model with a vocabulary of usual size."""
+    return {
+        "random lengths, Poisson": Case(lengths(64, 24, num_requests), rate=rate),
+        "random lengths, 6 clients": Case(lengths(96, 24, num_requests), num_clients=6),
+        "chats, 6 clients": Case(chats(num_sessions, 4, 32, 24), num_clients=6),
     }
 
 

@@ -3,9 +3,9 @@
 ``python -m benchmarks.lab.tools_in_turns [--vllm PYTHON] [--guidellm PROGRAM] [--output FILE] [--raw FILE]`` starts
 ``fastgen serve`` once. In each turn every tool sends the same load, in an order that moves on by one from turn to turn:
 Poisson arrivals, prompts of 64 tokens, answers of 32, no prefix cache. Each tool draws its own arrivals, so the loads
-differ by chance. With ``--even`` requests come at equal intervals, and all tools send exactly the same load. ``PYTHON``
-is the interpreter of an environment with vLLM, ``PROGRAM`` is guidellm's; a tool that is not named takes no part. Each
-tool runs in a process of its own.
+differ by chance. With ``--even`` the requests of every tool come at the same equal intervals. fastgen sends token ids,
+the others send texts. ``PYTHON`` is the interpreter of an environment with vLLM, ``PROGRAM`` is guidellm's; a tool that
+is not named takes no part. Each tool runs in a process of its own.
 
 The values of all turns are pooled, and each figure has its bootstrap interval. Two tools agree where the intervals
 overlap. Beside it stands the mean difference of a turn, as a share of fastgen's value, with a t interval of 95 %.
@@ -274,7 +274,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         raw = Path(directory, "raw")
         turns, latencies = run(options, raw)
+        model = Path(options.model).name
         if options.raw:
+            for file in (each for each in raw.rglob("*") if each.is_file()):  # results name no directory of the machine
+                file.write_text(file.read_text().replace(options.model, model))
             with tarfile.open(options.raw, "w:gz") as archive:
                 archive.add(raw, "raw")
     pooled = {
@@ -286,7 +289,7 @@ def main() -> None:
     print(text(comparison))
     load = {"prompt": NUM_PROMPT, "answer": NUM_ANSWER, "requests": options.requests, "rate": options.rate}
     load["arrivals"] = "constant" if options.even else "poisson"
-    about = {"made": now(), "machine": machine_facts(), "model": options.model, "server": options.server, "load": load}
+    about = {"made": now(), "machine": machine_facts(), "model": model, "server": options.server, "load": load}
     if options.output:
         options.output.write_text(json.dumps({**about, "comparison": comparison, "turns": turns}, indent=1) + "\n")
 

@@ -32,7 +32,8 @@ class DesignedSteps:
     """
 
     def __init__(self, engine: Engine, *, seed: int = 0):
-        self._engine, self._draw, self._seed = engine, random.Random(seed), seed
+        # Token ids have draws of their own, so the steps are the same whatever a warm-up submits.
+        self._engine, self._draw, self._draw_ids = engine, random.Random(seed), random.Random(f"ids {seed}")
         scheduler = engine.scheduler
         self._most_sequences = scheduler.max_num_seqs
         pool, groups = scheduler.kv.pool, scheduler.kv.num_groups
@@ -48,7 +49,6 @@ class DesignedSteps:
         are tapes: the first steps of a kind take longer, because they are recorded or compiled. Most of these lengths
         occur only once or twice in the steps that are measured, so their times would be mostly those of recording.
         """
-        measured, self._draw = self._draw, random.Random(f"warm-up {self._seed}")  # its own draws
         for place in range(self._most_sequences):
             num_new = _FIRST_STEPS * (place + 1)
             if num_new < self._most_tokens:
@@ -57,10 +57,10 @@ class DesignedSteps:
         clock = self._engine.clock
         end_s = clock() + _FIRST_PROMPTS_S
         for num_prompt in range(2, min(TapedForward.SMALL, self._most_tokens - 1) + 1):
-            if clock() < end_s:
-                self._submit(num_prompt, 1)
-                self._finish()
-        self._draw = measured
+            if clock() >= end_s:
+                break
+            self._submit(num_prompt, 1)
+            self._finish()
 
     def _finish(self) -> None:
         while self._engine.has_work:
@@ -111,7 +111,7 @@ class DesignedSteps:
 
     def _submit(self, num_prompt: int, num_new: int) -> None:
         num_ids = min(_MOST_IDS, self._engine.vocab_size)
-        prompt_ids = [self._draw.randrange(num_ids) for _ in range(num_prompt)]
+        prompt_ids = [self._draw_ids.randrange(num_ids) for _ in range(num_prompt)]
         sampling = SamplingParams(max_new_tokens=num_new, temperature=0.0, ignore_eos=True)
         begin_s = self._engine.clock()
         self._engine.submit(prompt_ids, sampling)
