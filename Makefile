@@ -5,7 +5,7 @@
 .PHONY: help setup lock clients demo test test-all pythons newest matrix status check lint types imports format clean
 VENV := .venv
 bin := $(VENV)/bin
-# One process for each core, at most eight, because each holds torch and transformers in memory.
+# tests/conftest.py says how many processes; at most eight, because each holds torch and transformers in memory.
 parallel := -n auto --maxprocesses 8 --dist worksteal
 export PYTHON VENV
 

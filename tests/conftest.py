@@ -66,6 +66,12 @@ def begin_draws(name: str) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Returns how many processes ``-n auto`` starts: one more than there are cores, since tests also wait, for servers
+    and for time to pass."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Keeps all that is imported and collected, more than a million objects that stay, out of garbage collection: each

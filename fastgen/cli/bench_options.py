@@ -92,6 +92,16 @@ class EndpointOptions:
             "Directory, built-in or hub id of the server's tokenizer.", default="MODEL; fastgen's server needs none"
         ),
     ] = None
+    prompts: Annotated[
+        str,
+        Option(
+            "How a server gets prompts: ids (token ids), or text, which it encodes as part of the measured time.",
+            check=Check("ids or text", ("ids", "text").count),
+        ),
+    ] = "ids"
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True)

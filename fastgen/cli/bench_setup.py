@@ -50,6 +50,8 @@ def opened_engine(model: str | None, load: options.Given) -> Iterator[tuple[Engi
 def opened(model: str | None, given: EndpointOptions, load: options.Given) -> Iterator[Setup]:
     """Yields what the flags name: an engine in this process, a server that is started for it, or one that runs."""
     if given.base_url is None and not given.with_server:
+        if given.prompts == "text":
+            options.usage_error("--prompts text is for a server: give --base-url or --with-server")
         with opened_engine(model, load) as (_, setup):
             yield setup
     elif given.base_url is not None:
@@ -81,6 +83,7 @@ def _served(server: str, given: EndpointOptions, tokenizer: str | None) -> Setup
         endpoint=given.endpoint,
         model=given.served_model_name,
         codec=codec,
+        sends_text=given.prompts == "text",
         tls=None if certificate is None else trusting(certificate),
     )
     if codec is None:

@@ -66,6 +66,20 @@ def test_chats_are_measured_as_well(run: Run) -> None:
     assert "takes messages of text, not token ids: name the model's tokenizer (--tokenizer)" in refused.err
 
 
+def test_prompts_are_sent_as_text_where_that_is_asked_for(run: Run) -> None:
+    as_text = ("--prompts", "text")
+    with fake_endpoint() as fake:
+        flags = (*SMALL, *as_text, "--tokenizer", "tiny-llama", "--json")
+        done = run("bench", "serve", "--base-url", fake.url, *flags)
+        assert done.status == 0, done.err
+        assert json.loads(done.out)["target"]["prompts"] == "text"
+        assert isinstance(fake.bodies[-1]["prompt"], str)
+        refused = run("bench", "serve", "--base-url", fake.url, *as_text, "--endpoint", "/generate")
+    assert "prompts are sent as text only with the model's tokenizer: name it (--tokenizer)" in refused.err
+    assert "--prompts text is for a server" in run("bench", "serve", "tiny-llama", *as_text).err
+    assert "expected ids or text" in run("bench", "serve", "tiny-llama", "--prompts", "words").err
+
+
 def test_open_loops_are_those_of_the_flags(run: Run) -> None:
     def load(*flags: str) -> dict[str, object]:
         with fake_endpoint() as fake:

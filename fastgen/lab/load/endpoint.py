@@ -33,10 +33,11 @@ class EndpointTarget:
     """An ``endpoint`` of the server at ``url``, such as ``http://127.0.0.1:8000``.
 
     ``model`` is the server's name of the model; by default the first that it lists. ``codec`` is the model's
-    tokenizer, for a server that takes or gives no token ids. ``tls`` holds the certificates to trust, where they are
-    not the system's. The server's key is taken from the environment.
+    tokenizer, for a server that takes or gives no token ids. With ``sends_text`` prompts are texts, also for a server
+    that takes token ids. ``tls`` holds the certificates to trust, where they are not the system's. The server's key is
+    taken from the environment.
 
-    :raises InvalidArgumentError: for an address or an endpoint of another kind, or chat completions without ``codec``.
+    :raises InvalidArgumentError: for an address or an endpoint of another kind, or texts without ``codec``.
     """
 
     def __init__(
@@ -46,13 +47,14 @@ class EndpointTarget:
         endpoint: str = "/v1/completions",
         model: str | None = None,
         codec: Codec | None = None,
+        sends_text: bool = False,
         tls: ssl.SSLContext | None = None,
     ):
         url = url.rstrip("/")
         if endpoint.startswith("/v1/"):
             url = url.removesuffix("/v1")
         self._endpoint, self._model = endpoint, model
-        self._format = format_of(endpoint, codec)
+        self._format = format_of(endpoint, codec, sends_text=sends_text)
         self._codec = codec
         self._counted_by: str | None = None
         self._pool = HttpPool(url, tls)

@@ -113,7 +113,7 @@ class Streamed(ABC):
 
 @dataclass(frozen=True)
 class Completions(Streamed):
-    """OpenAI's ``/v1/completions``. Prompts are token ids, or texts for a server that takes none."""
+    """OpenAI's ``/v1/completions``. Prompts are token ids, or texts if ``sends_text``."""
 
     sends_text: bool = False
 
@@ -160,14 +160,19 @@ class ChatCompletions(Streamed):
 
 @dataclass(frozen=True)
 class Generate:
-    """fastgen's own ``/generate``, whose events have the ids of their tokens, also of those that have no text yet."""
+    """fastgen's own ``/generate``, whose events have the ids of their tokens, also of those that have no text yet.
+    Prompts are token ids, or texts made by ``text_codec``.
+    """
+
+    text_codec: Codec | None = None
 
     def facts(self) -> dict[str, Any]:
-        return {"prompts": "token ids"}
+        return {"prompts": "token ids" if self.text_codec is None else "text"}
 
     def body(self, model: str, request: PlannedRequest) -> dict[str, Any]:
+        ids = list(request.prompt_ids)
         return {
-            "prompt": list(request.prompt_ids),
+            "prompt": ids if self.text_codec is None else self.text_codec.decode(ids),
             "max_new_tokens": request.num_new_tokens,
             "temperature": 0,
             "ignore_eos": True,
@@ -192,11 +197,14 @@ class Generate:
         return None
 
 
-def format_of(endpoint: str, codec: Codec | None) -> Format:
-    """Returns the format of an endpoint by its path. ``codec`` makes texts for servers that take no token ids.
+def format_of(endpoint: str, codec: Codec | None, *, sends_text: bool = False) -> Format:
+    """Returns the format of an endpoint by its path. ``codec`` makes texts for servers that take no token ids, and for
+    every server if ``sends_text``.
 
-    :raises InvalidArgumentError: for a path of another kind, or if messages are needed and ``codec`` is ``None``.
+    :raises InvalidArgumentError: for a path of another kind, or if texts are needed and ``codec`` is ``None``.
     """
+    if sends_text and codec is None:
+        raise InvalidArgumentError("prompts are sent as text only with the model's tokenizer: name it (--tokenizer)")
     if endpoint.endswith("/chat/completions"):
         if codec is None:
             raise InvalidArgumentError(
@@ -204,9 +212,9 @@ def format_of(endpoint: str, codec: Codec | None) -> Format:
             )
         return ChatCompletions(codec)
     if endpoint.endswith("/completions"):
-        return Completions(codec)
+        return Completions(codec, sends_text=sends_text)
     if endpoint == "/generate":
-        return Generate()
+        return Generate(codec if sends_text else None)
     raise InvalidArgumentError(
         f"the endpoint {endpoint} is not known: /v1/completions and /v1/chat/completions are OpenAI's, /generate is "
         "fastgen's own"

@@ -44,6 +44,18 @@ def test_tokens_of_completions_are_counted_by_usage(address: str) -> None:
     assert run.header.target["model"] == "tiny-llama"
 
 
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/generate"])
+def test_prompts_may_be_text(address: str, endpoint: str) -> None:
+    codec = open_tokenizer("tiny-llama")
+    target = EndpointTarget(address, endpoint=endpoint, codec=codec, sends_text=True)
+    run = serve(LoadGenerator(target), LENGTHS, 3, vocab_size=250)
+    assert run.header.target["prompts"] == "text"
+    for planned, record in zip(LENGTHS.requests(vocab_size=250, seed=0), run.records, strict=True):
+        assert (record.num_generated, record.finish_reason) == (12, "length")
+        if endpoint == "/v1/completions":  # the other says nothing of the prompt's length
+            assert record.num_prompt_tokens == len(codec.encode(codec.decode(planned.prompt_ids)))
+
+
 @pytest.mark.parametrize("when", [Poisson(50.0), pytest.param(3, marks=pytest.mark.slow)])
 def test_every_chat_is_answered_in_full(address: str, when: Poisson | int) -> None:
     codec = open_tokenizer("tiny-llama")
