@@ -3,8 +3,8 @@
 ``python -m benchmarks.lab.tools_in_turns [--vllm PYTHON] [--guidellm PROGRAM] [--output FILE] [--raw FILE]`` starts
 ``fastgen serve`` once. In each turn every tool sends the same load, in an order that moves on by one from turn to turn:
 Poisson arrivals, prompts of 64 tokens, answers of 32, no prefix cache. Each tool draws its own arrivals, so the loads
-differ by chance. With ``--even`` the requests of every tool come at the same equal intervals. fastgen sends token ids,
-the others send texts. ``PYTHON`` is the interpreter of an environment with vLLM, ``PROGRAM`` is guidellm's; a tool that
+differ by chance. With ``--even`` the requests of every tool come at the same equal intervals. Every tool sends texts of
+64 tokens. ``PYTHON`` is the interpreter of an environment with vLLM, ``PROGRAM`` is guidellm's; a tool that
 is not named takes no part. Each tool runs in a process of its own.
 
 The values of all turns are pooled, and each figure has its bootstrap interval. Two tools agree where the intervals
@@ -71,7 +71,7 @@ def commands(options: argparse.Namespace) -> dict[str, Command]:
             *(sys.executable, "-m", "fastgen", "bench", "serve", "--base-url", f"http://127.0.0.1:{port}"),
             *("--tokenizer", str(model), "--workload", f"fixed:prompt={NUM_PROMPT},answer={NUM_ANSWER}"),
             *("--num-prompts", str(options.requests), "--arrivals", f"{arrivals}:rate={options.rate}"),
-            *("--seed", str(turn), "--output", str(directory), "--json"),
+            *("--prompts", "text", "--seed", str(turn), "--output", str(directory), "--json"),
         ]
 
     def vllm(port: int, directory: Path, turn: int) -> Sequence[str]:
