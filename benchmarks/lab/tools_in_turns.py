@@ -2,15 +2,15 @@
 
 ``python -m benchmarks.lab.tools_in_turns [--vllm PYTHON] [--guidellm PROGRAM] [--output FILE] [--raw FILE]`` starts
 ``fastgen serve`` once. In each turn every tool sends the same load, in an order that moves on by one from turn to turn:
-Poisson arrivals, prompts of 64 tokens, answers of 32, no prefix cache. Each tool draws its own arrivals, so the loads
-differ by chance. With ``--even`` the requests of every tool come at the same equal intervals. Every tool sends texts of
-64 tokens. ``PYTHON`` is the interpreter of an environment with vLLM, ``PROGRAM`` is guidellm's; a tool that
-is not named takes no part. Each tool runs in a process of its own.
+Poisson arrivals, texts of 64 tokens, answers of 32, no prefix cache. Each tool draws its own arrivals, so the loads
+differ by chance. With ``--even`` the requests of every tool come at the same equal intervals. At a rate so low that
+each is answered before the next one comes, only the tools differ. ``PYTHON`` is the interpreter of an environment with
+vLLM, ``PROGRAM`` is guidellm's; a tool that is not named takes no part. Each tool runs in a process of its own.
 
-The values of all turns are pooled, and each figure has its bootstrap interval. Two tools agree where the intervals
-overlap. Beside it stands the mean difference of a turn, as a share of fastgen's value, with a t interval of 95 %.
-``docs/lab-metrics.md`` says where definitions differ. vLLM's ITL is the gap between chunks, so it is compared with
-fastgen's gap between chunks.
+A figure is the mean over the turns, with a t interval of 95 %: all requests of a run meet the machine in one state, so
+how many there are says little about the next run. Two tools agree where the intervals overlap. Beside it stands the
+mean difference of a turn, as a share of fastgen's value, with its own t interval. ``docs/lab-metrics.md`` says where
+definitions differ. vLLM's ITL is the gap between chunks, so it is compared with fastgen's gap between chunks.
 """
 
 from __future__ import annotations
@@ -170,32 +170,37 @@ def plain(figure: Figure) -> list[Any]:
     return [None if figure.value is None else round(float(figure.value), 5), interval]
 
 
-def compared(
-    turns: Sequence[Mapping[str, Any]], pooled: Mapping[str, Mapping[str, Sequence[Any]]], other: str
-) -> dict[str, Any]:
-    """Returns by figure how far ``other`` is from ours: the pooled values, and the mean difference over the turns that
-    count.
-    """
+def compared(turns: Sequence[Mapping[str, Any]], other: str) -> dict[str, Any]:
+    """Returns by figure how far ``other`` is from ours, over the turns that count."""
+    counted = [turn for turn in turns if not turn["fastgen"]["invalid"]]
     found: dict[str, Any] = {}
-    for name, (theirs_pooled, their_interval) in pooled[other].items():
-        shares = []
-        for turn in turns:
-            mine, theirs = (turn[tool]["figures"][name][0] for tool in ("fastgen", other))
-            if mine and theirs is not None and not turn["fastgen"]["invalid"]:
-                shares.append(theirs / mine - 1)
-        ours_pooled, our_interval = pooled["fastgen"][name]
-        interval = mean_interval(shares)[1:] if 2 <= len(shares) <= MAX_VALUES else None
+    for name in turns[0][other]["figures"]:
+        pairs = [tuple(turn[tool]["figures"][name][0] for tool in ("fastgen", other)) for turn in counted]
+        pairs = [(mine, theirs) for mine, theirs in pairs if mine and theirs is not None]
+        ours, our_interval = over_turns([mine for mine, _ in pairs])
+        theirs, their_interval = over_turns([theirs for _, theirs in pairs])
+        difference, difference_interval = over_turns([theirs / mine - 1 for mine, theirs in pairs])
         found[name] = {
-            "ours": ours_pooled,
+            "ours": ours,
             "ours_interval": our_interval,
-            "theirs": theirs_pooled,
+            "theirs": theirs,
             "theirs_interval": their_interval,
             "intervals_overlap": overlap(our_interval, their_interval) if our_interval and their_interval else None,
-            "turns": len(shares),
-            "difference": round(statistics.fmean(shares), 5) if shares else None,
-            "difference_interval": None if interval is None else [round(end, 5) for end in interval],
+            "turns": len(pairs),
+            "difference": difference,
+            "difference_interval": difference_interval,
         }
     return found
+
+
+def over_turns(values: Sequence[float]) -> tuple[float | None, list[float] | None]:
+    """Returns the mean of a figure over turns, and its t interval of 95 % if there are 2 to 12."""
+    if not values:
+        return None, None
+    if not 2 <= len(values) <= MAX_VALUES:
+        return round(statistics.fmean(values), 5), None
+    mean, *ends = mean_interval(values)
+    return round(mean, 5), [round(end, 5) for end in ends]
 
 
 def overlap(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -206,7 +211,7 @@ def text(comparison: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns a table: for each figure and tool, how far it is from ours."""
     lines = []
     for tool, figures in comparison.items():
-        lines.append(f"{tool} beside fastgen bench: pooled values, and the mean difference of a turn")
+        lines.append(f"{tool} beside fastgen bench: means over turns, and the mean difference of a turn")
         for name, found in figures.items():
             low, high = found["difference_interval"] or (math.nan, math.nan)
             share = math.nan if found["difference"] is None else found["difference"]
@@ -225,17 +230,15 @@ def _shown(found: Mapping[str, Any], side: str) -> str:
     return f"{value:9.3f}" + (f" [{interval[0]:7.2f}, {interval[1]:7.2f}]" if interval else " " * 19)
 
 
-def run(options: argparse.Namespace, raw: Path) -> tuple[list[dict[str, Any]], dict[str, Latencies]]:
-    """Returns all turns, and by tool the latencies of all of them. Raises ``RuntimeError`` if a tool fails."""
+def run(options: argparse.Namespace, raw: Path) -> list[dict[str, Any]]:
+    """Returns all turns. Raises ``RuntimeError`` if a tool fails."""
     tools, turns = commands(options), []
-    pooled: dict[str, Latencies] = {name: {} for name in tools}
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     with served(options.model, shlex.split(options.server)) as port:
         for number in range(options.turns):
             names = list(tools)
             order = names[number % len(names) :] + names[: number % len(names)]
             turn: dict[str, Any] = {"date": now(), "order": order}
-            measured_now: dict[str, Latencies] = {}
             for name in order:
                 directory = raw / f"{number}-{name}"
                 directory.mkdir(parents=True)
@@ -243,17 +246,11 @@ def run(options: argparse.Namespace, raw: Path) -> tuple[list[dict[str, Any]], d
                 done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
                 if done.returncode:
                     raise RuntimeError(f"{name} failed: {done.stderr[-2000:]}")
-                summary, latencies = measured(directory)
-                turn[name] = turn_facts(summary, latencies)
-                measured_now[name] = latencies
-            if not turn["fastgen"]["invalid"]:
-                for name, latencies in measured_now.items():
-                    for latency, values in latencies.items():
-                        pooled[name].setdefault(latency, []).extend(values)
+                turn[name] = turn_facts(*measured(directory))
             turns.append(turn)
             said = {name: f"{turn[name]['figures']['mean_ttft_ms'][0]:.2f} ms" for name in names}
             print(f"turn {number + 1}: mean TTFT {said}", flush=True)
-    return turns, pooled
+    return turns
 
 
 def main() -> None:
@@ -273,19 +270,15 @@ def main() -> None:
         parser.error("name --vllm, --guidellm or both")
     with tempfile.TemporaryDirectory() as directory:
         raw = Path(directory, "raw")
-        turns, latencies = run(options, raw)
+        turns = run(options, raw)
         model = Path(options.model).name
         if options.raw:
             for file in (each for each in raw.rglob("*") if each.is_file()):  # results name no directory of the machine
                 file.write_text(file.read_text().replace(options.model, model))
             with tarfile.open(options.raw, "w:gz") as archive:
                 archive.add(raw, "raw")
-    pooled = {
-        tool: {name: plain(figure) for name, figure in figures_of(values).items()}
-        | {name: [statistics.fmean(turn[tool]["figures"][name][0] for turn in turns), None] for name in OTHERS}
-        for tool, values in latencies.items()
-    }
-    comparison = {tool: compared(turns, pooled, tool) for tool in pooled if tool != "fastgen"}
+    names = [name for name in commands(options) if name != "fastgen"]
+    comparison = {tool: compared(turns, tool) for tool in names}
     print(text(comparison))
     load = {"prompt": NUM_PROMPT, "answer": NUM_ANSWER, "requests": options.requests, "rate": options.rate}
     load["arrivals"] = "constant" if options.even else "poisson"

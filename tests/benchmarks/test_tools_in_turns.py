@@ -47,13 +47,19 @@ def turn(mine: float, theirs: float, invalid: str | None = None) -> dict[str, An
 
 def test_differences_are_means_over_turns_with_an_interval() -> None:
     turns = [turn(10.0, 11.0), turn(10.0, 12.0), turn(10.0, 10.0), turn(10.0, 99.0, invalid="late")]
-    pooled = {"fastgen": {"mean_ttft_ms": [10.0, [9.5, 10.5]]}, "other": {"mean_ttft_ms": [11.0, [10.6, 12.0]]}}
-    found = tools.compared(turns, pooled, "other")["mean_ttft_ms"]
-    assert (found["turns"], found["difference"], found["intervals_overlap"]) == (3, 0.1, False)
+    found = tools.compared(turns, "other")["mean_ttft_ms"]
+    assert (found["turns"], found["ours"], found["theirs"], found["difference"]) == (3, 10.0, 11.0, 0.1)
     # The standard deviation is 0.1, and t of two degrees of freedom 4.303.
     low, high = found["difference_interval"]
     assert (low, high) == (pytest.approx(0.1 - 0.2484, abs=1e-3), pytest.approx(0.1 + 0.2484, abs=1e-3))
-    assert "differ" in tools.text({"other": {"mean_ttft_ms": found}})
+    assert found["theirs_interval"] == pytest.approx([11.0 - 2.484, 11.0 + 2.484], abs=1e-2)
+    assert found["intervals_overlap"]
+    assert "agree" in tools.text({"other": {"mean_ttft_ms": found}})
+    apart = tools.compared([turn(10.0, 11.0), turn(10.1, 11.1), turn(9.9, 10.9)], "other")["mean_ttft_ms"]
+    assert not apart["intervals_overlap"]
+    assert "differ" in tools.text({"other": {"mean_ttft_ms": apart}})
+    single = tools.compared([turn(10.0, 11.0)], "other")["mean_ttft_ms"]
+    assert (single["difference"], single["difference_interval"], single["intervals_overlap"]) == (0.1, None, None)
     json.dumps(found)
 
 
