@@ -159,13 +159,21 @@ class Workbench:
             return Outcome("too slow", "", num_passed)
         return Outcome("rejected", failed[1] if failed else f"pytest ends with {process.returncode}", num_passed)
 
-    def passes(self, test: str) -> bool:
-        """Returns whether a test passes without a mutation. One that does not is left out from now on."""
-        if "::" in test and test not in self._known_to_pass:
-            if self.run([test], seconds=600).verdict != "survived":
-                self._failing.append(test)
+    def passes(self, outcome: Outcome, tests: list[str]) -> bool:
+        """Returns whether what rejected a mutation passes without it. A test that does not is left out from now on.
+
+        :raises RuntimeError: if pytest itself fails without a mutation, so that no verdict would mean anything.
+        """
+        cause = outcome.test
+        if not cause or cause in self._known_to_pass:
+            return True
+        if "::" in cause:
+            if self.run([cause], seconds=600).verdict != "survived":
+                self._failing.append(cause)
                 return False
-            self._known_to_pass.add(test)
+        elif "::" not in (unchanged := self.run(tests, seconds=1)).test and unchanged.verdict == "rejected":
+            raise RuntimeError(f"{unchanged.test} without a mutation: {' '.join(tests)}")
+        self._known_to_pass.add(cause)
         return True
 
     def try_out(self, drawn: Drawn, tests: list[str], seconds: float) -> dict[str, Any]:
@@ -179,7 +187,7 @@ class Workbench:
                 outcome = self.run(tests, seconds)
             finally:
                 file.write_text(before, encoding="utf-8")
-            if self.passes(outcome.test):
+            if self.passes(outcome, tests):
                 break
         lines = difflib.unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), n=1)
         return {

@@ -208,6 +208,14 @@ def test_no_test_begins_once_the_budget_is_spent(tree: Path, tmp_path: Path, mon
     assert (line["verdict"], line["num_passed"]) == ("survived", 0)
 
 
+def test_tests_that_cannot_run_at_all_reject_nothing(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tree / "tests/conftest.py").write_text("def pytest_no_such_hook():\n    pass\n")
+    with pytest.raises(RuntimeError, match="pytest ends with 3 without a mutation: tests/runtime/test_room.py"):
+        run(monkeypatch, tmp_path / "found.jsonl", "--number", "1")
+
+
 def test_a_record_is_not_written_over(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "found.jsonl"
     output.write_text("{}\n")
