@@ -212,7 +212,7 @@ def test_tests_that_cannot_run_at_all_reject_nothing(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tree / "tests/conftest.py").write_text("def pytest_no_such_hook():\n    pass\n")
-    with pytest.raises(RuntimeError, match="pytest ends with 3 without a mutation: tests/runtime/test_room.py"):
+    with pytest.raises(RuntimeError, match=r"pytest ends with 3 without a mutation: tests/runtime/test_room\.py"):
         run(monkeypatch, tmp_path / "found.jsonl", "--number", "1")
 
 
