@@ -145,6 +145,11 @@ def submit(number: int, num_tokens: int = 5, *, is_stream: bool = True) -> Submi
     return Submit(number, [5, 6, 7], {"max_new_tokens": num_tokens, "ignore_eos": True}, is_stream)
 
 
+def known_requests(loop: EngineLoop) -> set[int]:
+    """Returns the requests of which the loop holds anything."""
+    return {*loop._open, *loop._by_request_id, *loop._streams, *loop._without_token}
+
+
 def test_each_server_is_told_of_its_own_requests_only(process: Process) -> None:
     a, b = process.let_in("a"), process.let_in("b")
     a.send(submit(1), submit(2, is_stream=False))
@@ -156,6 +161,7 @@ def test_each_server_is_told_of_its_own_requests_only(process: Process) -> None:
     assert all(report.status is None for server in (a, b) for report in server.reports)
     process.run(lambda: process.status.num_open == 0)
     assert process.status.num_answered == 4
+    assert not known_requests(process.loop)
 
 
 def test_a_question_is_answered_to_the_server_that_asked_it(process: Process) -> None:
@@ -178,6 +184,7 @@ def test_the_requests_of_a_server_that_is_gone_end_and_those_of_others_do_not(pr
     assert not a.ended
     process.run(lambda: process.status.num_open == 0)
     assert not process.engine.has_work
+    assert not known_requests(process.loop)
 
 
 def test_a_server_that_was_let_in_anew_has_no_requests_from_before(process: Process) -> None:

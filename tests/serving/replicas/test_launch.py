@@ -114,7 +114,7 @@ def test_replicas_that_do_not_end_are_killed(hangs: bool, monkeypatch: pytest.Mo
 
 
 def application_with(message: str, status: str) -> Any:
-    deployments = {"Replicas": SimpleNamespace(message=message)}
+    deployments = {"Replicas": SimpleNamespace(message=message), "Ingress": SimpleNamespace(message="")}
     return SimpleNamespace(status=status, message="", deployments=deployments)
 
 
