@@ -20,6 +20,7 @@ from fastgen.runtime.scheduling.drafts import DraftedSequence, SampledSequence
 from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
 from fastgen.runtime.scheduling.scheduler import Scheduler
 from fastgen.runtime.step.input_batch import InputBatch
+from fastgen.runtime.step.input_buffers import InputBuffers
 from fastgen.runtime.step.model_runner import accept
 
 CPU = torch.device("cpu")
@@ -242,6 +243,23 @@ def test_a_token_on_the_device_is_taken_only_as_long_as_the_slot_is_the_sequence
     long.slot, chunk.slot = None, 1
     chunk.token_ids, chunk.num_computed_tokens, chunk.block_tables = list(range(9)), 8, long.block_tables
     assert sources(chunk) == [-1], "that token was another's, at the same position"
+
+
+@pytest.mark.parametrize(("budget", "max_num_seqs", "block_size"), [(2048, 256, 16), (64, 8, 1), (8, 8, 16)])
+def test_updates_of_two_steps_have_room_and_not_much_more(budget: int, max_num_seqs: int, block_size: int) -> None:
+    groups = 2
+    buffers = InputBuffers(
+        token_budget=budget,
+        max_num_seqs=max_num_seqs,
+        max_rows=max_num_seqs,
+        num_groups=groups,
+        max_blocks=budget,
+        block_size=block_size,
+        device=CPU,
+    )
+    # All sequences but one begin a block with one token, and the last one has the rest.
+    most = groups * (max_num_seqs - 1 + -(-(budget - max_num_seqs + 1) // block_size))
+    assert 2 * most <= buffers.max_updates <= 3 * most
 
 
 def test_more_updates_than_a_step_makes_arrive_too(example: tuple[InputBatch, list[Sequence]]) -> None:

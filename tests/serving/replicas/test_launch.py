@@ -130,6 +130,14 @@ def test_replicas_that_others_leave_no_room_for_are_an_error(endings: Any, monke
         launch._until_running(ALIVE, endings)
 
 
+def test_an_error_of_one_deployment_ends_the_wait(endings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = [application_with("Traceback:\nfastgen.errors.CheckpointError: no such model\n", "DEPLOYING")]
+    monkeypatch.setattr(launch, "_application", lambda cluster: looks.pop(0))
+    monkeypatch.setattr(launch, "_START_POLL_S", 0.0)
+    with pytest.raises(FastgenError, match="no such model"):
+        launch._until_running(ALIVE, endings)
+
+
 def test_replicas_that_have_room_and_start_slowly_are_waited_for(endings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = [application_with(WAITS, "DEPLOYING")] * 3 + [application_with("", "RUNNING")]
     monkeypatch.setattr(launch, "_application", lambda cluster: looks.pop(0))
