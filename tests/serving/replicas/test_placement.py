@@ -24,6 +24,12 @@ def test_replicas_share_the_cores_and_the_memory_of_one_machine() -> None:
     }
 
 
+def test_replicas_fit_on_the_smallest_machine() -> None:
+    needs = needs_of({"model": "m"}, 4, [LAPTOP, Machine("small", 6, 0, 8 * GIB)])
+    assert needs.load_arguments["num_threads"] == 3
+    assert needs.load_arguments["memory"] == int(0.9 * 8 * GIB / 2)
+
+
 def test_a_replica_on_a_machine_of_its_own_keeps_its_memory() -> None:
     needs = needs_of({"model": "m"}, 2, [LAPTOP, LAPTOP])
     assert needs.num_cpus == 8
