@@ -209,6 +209,24 @@ def test_as_many_rows_as_a_step_has_give_the_bits_of_each_alone(weight_format: W
         assert torch.equal(run(x[-num_rows:]), together[-num_rows:]), num_rows
 
 
+@HAS_TILES
+def test_a_block_has_no_more_rows_than_its_sums_have_room_for() -> None:
+    """So many rows and outputs that a thread's share alone would make a block of 21 pairs of tiles."""
+    most, num_outputs = 1100, 160
+    kernel = LinearKernel(loader("amx").load(linear_spec("bf16", "amx")), most, 64)
+    x, weight, bias = draw(13, most, num_outputs, 64)
+    packed = Layer("amx", "bf16").pack(weight, bias)
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        out = torch.full((len(rows), num_outputs), torch.nan)
+        kernel(rows, packed, out)
+        return out
+
+    together = run(x)
+    for row in (0, 31, 32, 511, 512, 600, most - 1):
+        assert torch.equal(run(x[row : row + 1])[0], together[row]), row
+
+
 ATTENTION = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, dtype="bf16", scale=0.125)
 # Operands as assemblers write them: weights, x and sums; of attention keys or values, queries or weights, and sums.
 PANELS_OR_ROWS = {"640", "741", "652", "753", "642", "743"}
