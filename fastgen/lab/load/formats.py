@@ -219,7 +219,7 @@ def text_of(request: PlannedRequest, codec: Codec) -> str:
         texts[missing] = text
         if missing == 0:
             break
-        begin = place % len(ids)
+        begin = place % max(1, len(ids))
         more = [*ids[begin:], *ids][: max(0, missing)]
         text = codec.decode([*encoded[: len(ids)], *more])
         if missing < 0:

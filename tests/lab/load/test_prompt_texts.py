@@ -23,6 +23,7 @@ def test_a_text_has_the_planned_number_of_tokens(model: str) -> None:
         plain = codec.decode(list(ids))
         changed += len(codec.encode(plain)) != len(ids)
         assert text_of(replace(request, session="a"), codec) == plain, "what follows continues it"
+    assert text_of(PlannedRequest(prompt_ids=(), num_new_tokens=1), codec) == ""
     assert changed > 100, "most drawn tokens are encoded to another number"
 
 
