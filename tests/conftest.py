@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import logging
@@ -31,8 +32,21 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Models here are tiny: a second thread costs more than it brings, and test processes share the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def chosen_device() -> str:
+    """Returns what the command line has as ``--device``. pytest imports the conftest files of folders that are named
+    there, and these import Triton, before it hands out options.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--device", default="cpu")
+    return str(parser.parse_known_args()[0].device)
+
+
 # Triton kernels run in Python here, except where tests run on a GPU. Triton reads this when it is imported, so it
 # stands before every import of it.
+if (device := chosen_device()) != "cpu":
+    os.environ |= {"TRITON_INTERPRET": "0", "FASTGEN_TEST_DEVICE": device}
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Which kernels serve bf16 would follow from a measurement, and so might differ from run to run.
@@ -122,19 +136,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Chooses the device before a test imports Triton."""
-    if config.getoption("--device") != "cpu":
-        os.environ |= {"TRITON_INTERPRET": "0", "FASTGEN_TEST_DEVICE": config.getoption("--device")}
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the tests that launch Triton kernels by a loader of them; on a GPU only marked tests are kept."""
     for item in items:
         if "triton_kernels" in getattr(item, "fixturenames", ()):
             item.add_marker("kernels")
     if config.getoption("--device") != "cpu":
-        kept = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("kernels")]
+        launching = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("kernels")]
+        kept = [item for item in launching if not item.get_closest_marker("interpreter")]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
 

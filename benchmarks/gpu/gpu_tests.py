@@ -3,6 +3,7 @@ which run interpreted elsewhere. Only files that have such tests are collected. 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from benchmarks.gpu.measuring import Bench, Rows
 
 ROOT = Path(__file__).parents[2]
-
+_MOST_PROCESSES = 8  # each has a context on the GPU and builds kernels
 
 MARKS = "gpu or (kernels and not slow)"
 _SIGNS = ("mark.gpu", "mark.kernels", "triton_kernels")  # the last is a fixture, which marks its tests
@@ -44,8 +45,13 @@ def num_collected(files: list[Path], marks: str) -> int:
 
 
 def run(files: list[Path], marks: str, *more: str) -> Rows:
-    """Yields rows as the tests end. Raises ``RuntimeError`` where pytest fails before it runs any."""
+    """Yields rows as the tests end. Raises ``RuntimeError`` where pytest fails before it runs any.
+
+    Where pytest-xdist is installed, several processes run them, since most of their time goes to building kernels.
+    """
     options = ["-q", "-m", marks, "-p", "no:cacheprovider", "-p", "benchmarks.gpu.gpu_test_rows", *more]
+    if importlib.util.find_spec("xdist"):
+        options += ["-n", str(min(_MOST_PROCESSES, os.cpu_count() or 1)), "--dist", "worksteal"]
     command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
     # tuning would build some hundred kernels more for models that run only here
     environment = {**os.environ, "TRITON_INTERPRET": "0", "FASTGEN_AUTOTUNE": "0"}

@@ -31,6 +31,7 @@ from fastgen.compile.spec import torch_dtype
 from fastgen.compile.weights.formats import WeightOnlyFormat
 from fastgen.compile.weights.quantized import QuantizedWeight, quantized
 from tests.fast import cases
+from tests.kernel_device import DEVICE
 
 FORMATS = ("plain", *get_args(WeightOnlyFormat))
 TOLERANCE = {"fp32": 1e-5, "fp16": 2**-8}
@@ -92,11 +93,13 @@ class Case:
         return logits(self.x, self.weight, self.bias)
 
     def check(self, found: Tensor, one_by_one: Tensor, want: Tensor) -> None:
-        assert torch.equal(found, one_by_one), self.where
-        allowed = TOLERANCE[self.dtype]
-        torch.testing.assert_close(
-            found.float(), want.float(), rtol=allowed, atol=4 * allowed, msg=lambda text: f"{self.where}: {text}"
-        )
+        """Compares what kernels that finish computed with kernels of one op each, and with the reference. A GPU's
+        compiler leaves out roundings between products and sums, and others in either kernel."""
+        is_exact, allowed = DEVICE == "cpu", TOLERANCE[self.dtype]
+        for other, near in ((one_by_one, 0.0 if is_exact else allowed), (want, allowed)):
+            torch.testing.assert_close(
+                found.float(), other.float(), rtol=near, atol=4 * near, msg=lambda text: f"{self.where}: {text}"
+            )
 
 
 class DrawnNorm:
@@ -186,10 +189,11 @@ def test_queries_and_keys_are_rotated_and_keys_and_values_written(loader: Kernel
     rotary_dim = draw.choice([0, head_dim, head_dim, 2, head_dim // 4 * 2])
     case = Case(*(draw, draw.choice([33, 96]), (num_heads + 2 * num_kv_heads) * head_dim), weight=draw.choice(FORMATS))
     finish = RotateAndWrite(num_heads, num_kv_heads, head_dim, rotary_dim, interleaved=draw.random() < 0.4)
-    num_rows, num_padding = case.num_rows, case.num_rows // 4
+    # Rows of padding write to block 0. Here each has a slot of its own: where some share one, any may be the last.
+    num_rows, num_padding = case.num_rows, min(BLOCK_SIZE, case.num_rows // 4)
     num_blocks = 2 + num_rows // BLOCK_SIZE
     slots = BLOCK_SIZE + torch.randperm((num_blocks - 1) * BLOCK_SIZE, generator=case.generator)[:num_rows]
-    slots[num_rows - num_padding :] = 0  # padding
+    slots[num_rows - num_padding :] = torch.arange(num_padding)
     positions = torch.randint(0, NUM_POSITIONS, (num_rows,), generator=case.generator).int()
     cos_sin = torch.randn(NUM_POSITIONS, rotary_dim, generator=case.generator)
     given = {"positions": positions, "slots": slots} | ({"cos_sin": cos_sin} if rotary_dim else {})

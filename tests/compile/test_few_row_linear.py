@@ -31,7 +31,6 @@ from fastgen.compile.spec import torch_dtype
 from fastgen.compile.weights.formats import WeightOnlyFormat
 from fastgen.compile.weights.quantized import QuantizedWeight, quantized
 from tests.compile.sass import instructions, loops
-from tests.kernel_device import DEVICE
 
 FORMATS: tuple[FewRowFormat, ...] = ("plain", *get_args(WeightOnlyFormat))
 TOLERANCE = {"fp32": 1e-5, "fp16": 2**-9}  # sums are exact up to their order; 16 bits: of the answer's rounding
@@ -134,7 +133,7 @@ def test_what_lies_behind_the_features_is_not_read(loader: KernelLoader) -> None
     torch.testing.assert_close(out, x @ weight.T, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="counts the loads of interpreted kernels")
+@pytest.mark.interpreter
 @pytest.mark.parametrize("weight", FORMATS)
 def test_rows_that_do_not_exist_are_not_read(
     loader: KernelLoader, weight: FewRowFormat, monkeypatch: pytest.MonkeyPatch

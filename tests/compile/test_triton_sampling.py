@@ -26,7 +26,6 @@ from fastgen.compile.ops.sampling.reference import (
 )
 from fastgen.compile.ops.sampling.reference import row_status as reference_status
 from fastgen.compile.ops.sampling.triton import SamplingKernel, SlotSampling, sampling_specs
-from tests.kernel_device import DEVICE
 
 CPU = torch.device("cpu")
 INF = float("inf")
@@ -360,13 +359,12 @@ def test_log_probabilities(loader: KernelLoader, num_top: int) -> None:
         assert torch.equal(subject.kernels.buffer("top_ids")[is_ok].long(), top_ids)
 
 
+@pytest.mark.interpreter
 def test_a_threshold_is_found_in_four_passes_over_the_list(
     loader: KernelLoader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each pass adds to two bins for each piece of the list. Where top-p cuts through equals, one pass more for each
     eight bits of ids finds the last that is kept."""
-    if DEVICE != "cpu":
-        pytest.skip("interpreted programs are counted")
     from triton.runtime.interpreter import interpreter_builder
 
     num_additions, add = 0, interpreter_builder.create_atomic_rmw

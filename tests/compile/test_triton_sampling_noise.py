@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from fastgen.compile.build.loader import KernelLoader
+from fastgen.compile.build.triton_kernel import TritonKernel
 from fastgen.compile.ops.sampling.reference import gumbel_noise, uniforms
 from fastgen.compile.ops.sampling.triton import SamplingKernel, SlotSampling, sampling_specs
 from tests.chi_square import chi_square
+from tests.kernel_device import DEVICE
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +33,20 @@ def noise_kernel(gumbel, seed, position, index, words_ptr, noise_ptr, size: tl.c
     tl.store(noise_ptr + tl.arange(0, size), gumbel(word))
 
 
+def gumbel_of(loader: KernelLoader) -> Any:
+    """Returns the function ``gumbel`` of the rendered kernel."""
+    kernel = KernelLoader.load(loader, sampling_specs(64).draw)
+    assert isinstance(kernel, TritonKernel)
+    return kernel._function.fn.__globals__["gumbel"]
+
+
 def test_noise_is_the_references_draw_by_draw(loader: KernelLoader) -> None:
-    functions = loader.load(sampling_specs(64).draw)._function.fn.__globals__
+    gumbel = gumbel_of(loader)
     for seed, position, index in [(0, 0, 0), (-1, 7, 3), (2**62 + 12345, -1, -2), (-(2**63), 2**31 - 1, 1)]:
-        words, noise = torch.zeros(4096, dtype=torch.int64), torch.zeros(4096)
+        words, noise = torch.zeros(4096, dtype=torch.int64, device=DEVICE), torch.zeros(4096, device=DEVICE)
         where = torch.tensor([seed]), torch.tensor([position & 0xFFFFFFFF]), torch.tensor([index & 0xFFFFFFFF])
-        noise_kernel[(1,)](functions["gumbel"], seed, position, index, words, noise, size=4096)
+        noise_kernel[(1,)](gumbel, seed, position, index, words, noise, size=4096)
+        words, noise = words.cpu(), noise.cpu()
         assert torch.equal(((words >> 9).float() + 0.5) * 2.0**-23, uniforms(*where, 4096)[0])
         torch.testing.assert_close(noise, gumbel_noise(*where, 4096)[0], rtol=1e-6, atol=1e-6)
 
@@ -48,14 +59,13 @@ def gumbel_kernel(gumbel, words_ptr, noise_ptr, size: tl.constexpr):
 
 def test_noise_is_exact_where_a_logarithm_has_few_digits(loader: KernelLoader) -> None:
     """The largest numbers decide among many tokens: those of u next to 1."""
-    functions = loader.load(sampling_specs(64).draw)._function.fn.__globals__
     top = 2**23 - 1
     steps = torch.tensor([0, 1, 2, top, top - 1, top - 2, *range(top - 262400, top - 261888), *range(500)])
     steps = torch.cat([steps, torch.randint(0, top, (1024 - len(steps),), generator=torch.Generator().manual_seed(1))])
-    noise = torch.zeros(1024)
-    gumbel_kernel[(1,)](functions["gumbel"], steps << 9, noise, size=1024)
+    noise = torch.zeros(1024, device=DEVICE)
+    gumbel_kernel[(1,)](gumbel_of(loader), (steps << 9).to(DEVICE), noise, size=1024)
     exact = -(-((steps.double() + 0.5) * 2.0**-23).log()).log()
-    torch.testing.assert_close(noise, exact.float(), rtol=1e-6, atol=5e-7)
+    torch.testing.assert_close(noise.cpu(), exact.float(), rtol=1e-6, atol=5e-7)
 
 
 def frequencies(kernels: SamplingKernel, logits: Tensor, num_draws: int) -> Iterator[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -111,3 +112,22 @@ def test_the_settings_of_tests_need_no_certain_hypothesis(before: str) -> None:
     command = [sys.executable, "-c", f"{before}\nimport tests.conftest"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_device_is_known_before_the_folders_on_the_command_line_are_read(tmp_path: Path) -> None:
+    """Their conftest files import Triton and the loader of kernels."""
+    (tmp_path / "said.py").write_text(
+        "def pytest_collection_finish(session):\n"
+        "    import triton, tests.kernel_device\n"
+        "    print('runs on', tests.kernel_device.DEVICE, triton.knobs.runtime.interpret)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "said", "--device", "cuda"]
+    done = subprocess.run(
+        [*command, "tests/compile/test_norm_kernels.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "runs on cuda False" in done.stdout, done.stdout + done.stderr
