@@ -46,6 +46,7 @@ _GAIN = 0.97  # of the default's time on a GPU
 _TOLERANCES = {torch.float32: 1e-4}  # of the largest number; sums in another order
 _NUM_REPLAYS = 25
 _MOST_SPILLED = 64  # bytes a thread; more is not worth measuring
+_LONGEST_NAME = 100  # characters of a problem in a file's name, which file systems limit to 255 bytes
 _TOLERANCE = 2e-2  # where they are rounded to 16 bits
 _log = logging.getLogger(__name__)
 
@@ -139,6 +140,7 @@ class Tuning:
         seconds: dict[int, float] = {}
         expected: Tensor | None = None
         for place, way in enumerate(ways):
+            why = "what it computes is not finite"
             try:
                 if place and any(_spills_much(entry) for entry in self.loader.build(way.specs)):
                     continue
@@ -150,9 +152,10 @@ class Tuning:
                     assert self.measure is not None
                     seconds[place] = self.measure(run)
             except (KernelError, RuntimeError, ValueError) as error:
+                why = str(error)
                 _log.debug("%s: %s is passed over: %s", problem, way.choice, error)
             if 0 not in seconds:
-                _log.warning("%s: the default cannot be measured, so it is taken as it is", problem)
+                _log.warning("%s: the default cannot be measured, so it is taken as it is: %s", problem, why)
                 return ways[0].choice
         best = min(seconds, key=lambda place: seconds[place])
         place = best if seconds[best] < self.gain * seconds[0] else 0
@@ -185,7 +188,8 @@ class Tuning:
         }
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
         assert self.directory is not None
-        return self.directory / DIRECTORY / f"{re.sub(r'[^a-z0-9]+', '_', problem.lower())}-{digest}.json", key
+        readable = re.sub(r"[^a-z0-9]+", "_", problem.lower())[:_LONGEST_NAME]
+        return self.directory / DIRECTORY / f"{readable}-{digest}.json", key
 
 
 def _spills_much(entry: Entry) -> bool:
