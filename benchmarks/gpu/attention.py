@@ -21,7 +21,7 @@ from benchmarks.gpu.gates import excess, gate, run_repeatedly
 from benchmarks.gpu.measuring import Bench, Row, Rows
 from fastgen.compile.ops.attention.reference import paged_attention
 from fastgen.compile.ops.attention.shape import AttentionShape
-from fastgen.compile.ops.attention.tiling import Tiling, candidate_tilings, chunk_tiling, decode_tiling
+from fastgen.compile.ops.attention.tiling import Tiling, chunk_tilings, decode_tilings
 from fastgen.compile.ops.attention.triton import AttentionKernel, AttentionPlan, attention_specs
 from fastgen.compile.spec import torch_dtype
 
@@ -87,7 +87,7 @@ def measure(bench: Bench) -> Rows:
 def _measure_tilings(shape: AttentionShape, sequences: Sequences, bench: Bench, *, every: bool) -> Rows:
     """Yields a row of the default tiling, beside other libraries, and with ``every`` one of each other candidate."""
     arch, is_decode = bench.loader.builder.arch, sequences.new == 1
-    tilings = candidate_tilings(decode_tiling(shape, arch) if is_decode else chunk_tiling(shape, arch))
+    tilings = (decode_tilings if is_decode else chunk_tilings)(shape, arch)
     for tiling in tilings if every else tilings[:1]:
         cut = {"decode" if is_decode else "chunk": tiling}
         case = f"{sequences}, blocks of {shape.block_size}"

@@ -21,13 +21,16 @@ from fastgen.compile.build.bundle import load_bundle, write_bundle
 from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder
+from fastgen.compile.build.triton_kernel import TritonKernel
 from fastgen.compile.host.device import current
 from fastgen.compile.ops.attention.shape import AttentionShape
-from fastgen.compile.ops.attention.tiling import candidate_tilings, chunk_tiling, decode_tiling
+from fastgen.compile.ops.attention.tiling import chunk_tiling, chunk_tilings, decode_tiling, decode_tilings
 from fastgen.compile.ops.attention.tuning import tuned_tilings
+from fastgen.compile.ops.linear.finish import Activate, AddAndNorm, Finish, RotateAndWrite
 from fastgen.compile.ops.linear.tiling import FewRowShape, candidate_splits
 from fastgen.compile.ops.linear.triton import LinearKernel
 from fastgen.compile.ops.linear.tuning import tuned_split
+from fastgen.compile.ops.norm.shape import NormShape
 from fastgen.compile.spec import KernelSpec
 from fastgen.errors import KernelError
 from tests.compile.norms import norm_spec
@@ -187,6 +190,15 @@ def test_a_choice_is_kept_with_what_was_measured(loader: KernelLoader) -> None:
     assert not (loader.cache.directory / ".tuning").exists()
 
 
+def test_a_choice_of_a_problem_with_many_numbers_is_kept(loader: KernelLoader) -> None:
+    """A file system limits the length of a file's name, and an attention's shape has more characters."""
+    problem = f"attention decodes, {AttentionShape(32, 8, 128, 64, 'bf16', 128**-0.5, sliding_window=4096)}"
+    ways = [way(0, 3.0), way(1, 1.0)]
+    assert tuning(loader).choose(problem, ways, may_measure=True) == 1
+    assert len(problem) > len(kept_file(loader).name)
+    assert tuning(loader, no_clock).choose(problem, ways, may_measure=True) == 1
+
+
 @pytest.mark.parametrize("content", ["", '{"key"', "[1]", "{}", '{"key": {}, "choice": {"place": 1}}', "null"])
 def test_a_damaged_or_foreign_file_is_ignored_and_made_again(loader: KernelLoader, content: str) -> None:
     ways = [way(0, 3.0), way(1, 2.0), way(2, 1.0)]
@@ -334,13 +346,53 @@ def test_the_library_serves_the_rows_for_which_it_is_faster(loader: KernelLoader
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_every_way_to_cut_a_linear_layer_passes_the_gate(loader: KernelLoader) -> None:
-    shape = FewRowShape(20, 96, "fp32", bias=True)
+FINISHES = {
+    "nothing": None,
+    "gated activation": Activate("silu", gated=True),
+    "activation": Activate("gelu", gated=False),
+    "norm": AddAndNorm(NormShape("rms", 24, "fp32", 1e-5, residual=True, scale=0.5)),
+    "two norms": AddAndNorm(
+        NormShape("layer", 24, "fp32", 1e-5, bias=True, residual=True), NormShape("rms", 24, "fp32", 1e-5, weight=False)
+    ),
+    "rotation": RotateAndWrite(2, 2, 4, 2),
+    "KV write": RotateAndWrite(4, 1, 4),
+}
+
+
+@pytest.mark.parametrize("finish", FINISHES.values(), ids=FINISHES)
+def test_every_way_to_cut_a_linear_layer_passes_the_gate(loader: KernelLoader, finish: Finish | None) -> None:
+    """With the op that follows: those that compute it too, and those after which its own kernels are launched."""
+    shape = FewRowShape(24, 96, "fp32", bias=True)
     loader.tuning = tuning(loader, falling_clock())
-    assert tuned_split(shape, 17, loader, CPU) is None
+    assert tuned_split(shape, 17, loader, CPU, finish) is None
     kept = json.loads(kept_file(loader).read_text())
     assert len(kept["seconds"]) == len(candidate_splits(shape, 17, "interpret", 2)) + 1
-    assert kept["key"]["problem"] == "few_row_linear 20 x 96, fp32 to fp32, with bias, 17 rows"
+    then = "" if finish is None else f", then {finish}"
+    assert kept["key"]["problem"] == f"few_row_linear 24 x 96, fp32 to fp32, with bias, 17 rows{then}"
+
+
+def test_the_op_that_follows_a_layer_is_part_of_what_is_measured(
+    loader: KernelLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that compute it too launch nothing more; after the others its own are launched."""
+    shape, finish = FewRowShape(24, 96, "fp32"), Activate("silu", gated=True)
+    launched: list[str] = []
+    launch = TritonKernel.launch
+
+    def noting(kernel: TritonKernel, grid: tuple[int, ...], *arguments: object) -> None:
+        launched.append(kernel.spec.op)
+        launch(kernel, grid, *arguments)
+
+    def measure(run: Callable[[], None]) -> float:
+        launched.clear()
+        run()
+        return float("activation" in launched)
+
+    monkeypatch.setattr(TritonKernel, "launch", noting)
+    loader.tuning = tuning(loader, measure)
+    tuned_split(shape, 1, loader, CPU, finish)
+    kept = json.loads(kept_file(loader).read_text())["seconds"]
+    assert {(choice["by"], seconds) for choice, seconds in kept} == {("kernel", 0.0), ("library", 1.0)}
 
 
 def test_a_library_that_rounds_what_must_be_wide_is_no_way(loader: KernelLoader) -> None:
@@ -360,8 +412,8 @@ def test_a_library_that_rounds_what_must_be_wide_is_no_way(loader: KernelLoader)
 def test_every_tiling_of_attention_passes_the_gate(loader: KernelLoader, shape: AttentionShape) -> None:
     loader.tuning = tuning(loader, falling_clock())
     chunk, decode = tuned_tilings(shape, 4, 2, loader, CPU)
-    default = chunk_tiling(shape, "interpret"), decode_tiling(shape, "interpret")
-    assert (chunk, decode) == tuple(candidate_tilings(each)[-1] for each in default)
+    assert chunk == chunk_tilings(shape, "interpret")[-1]
+    assert decode == decode_tilings(shape, "interpret")[-1]
     for file in (loader.cache.directory / ".tuning").iterdir():
         kept = json.loads(file.read_text())
         assert len(kept["seconds"]) == len(kept["key"]["ways"]) > 2
@@ -376,8 +428,10 @@ def test_how_far_apart_queries_lie_is_no_other_problem(loader: KernelLoader) -> 
 def test_candidates_of_tiles_are_distinct_and_begin_with_the_default() -> None:
     shape = AttentionShape(32, 8, 128, 16, "bf16", 0.1)
     for arch in ("sm_80", "sm_90", "gfx942"):
-        for default in (chunk_tiling(shape, arch), decode_tiling(shape, arch)):
-            found = candidate_tilings(default)
+        for default, found in (
+            (chunk_tiling(shape, arch), chunk_tilings(shape, arch)),
+            (decode_tiling(shape, arch), decode_tilings(shape, arch)),
+        ):
             assert found[0] == default
             assert len(set(found)) == len(found)
             assert all(min(each.block_m, each.block_n) >= 16 and each.num_stages >= 1 for each in found)

@@ -385,21 +385,22 @@ def recording(spec: KernelSpec, launches: list[Any]) -> Recording:
 
 
 def test_launches_are_the_same_whatever_a_batch_holds() -> None:
-    """A captured graph freezes only what depends on the number of tokens."""
+    """A captured graph freezes only what depends on the number of tokens. Chunks take tiles in turn here."""
     launches: list[Any] = []
     shape = AttentionShape(32, 8, 128, 64, "bf16", 0.1, alibi="plain", sinks=True)
-    specs = attention_specs(shape, max_num_seqs=16, arch="sm_90")
+    in_turn = Tiling(128, 64, 8, 5, persistent=True)
+    specs = attention_specs(shape, max_num_seqs=16, arch="sm_90", chunk=in_turn)
     plan = AttentionPlan(
         specs,
         lambda spec: recording(spec, launches),
-        token_budget=512,
+        token_budget=2048,
         max_num_seqs=16,
         num_sms=132,
         device=torch.device("meta"),
     )
     attention = AttentionKernel(specs, lambda spec: recording(spec, launches), plan)
     starts, seq_lens = torch.zeros(17, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
-    q = torch.zeros(512, 32, 128, dtype=torch.bfloat16)
+    q = torch.zeros(2048, 32, 128, dtype=torch.bfloat16)
     cache, tables = torch.zeros(4, 64, 8, 128, dtype=torch.bfloat16), torch.zeros(16, 9, dtype=torch.int32)
     slopes, sinks = torch.zeros(32), torch.zeros(32)
     tapes = []
@@ -413,4 +414,4 @@ def test_launches_are_the_same_whatever_a_batch_holds() -> None:
         tapes.append(list(launches))
     assert all(tape == tapes[0] for tape in tapes)
     grids = [grid for _, grid, _ in tapes[0]]
-    assert grids == [(16,), (132,), (2 * 132 // 8 * 8,)]
+    assert grids == [(16,), (4 * 132,), (2 * 132 // 8 * 8,)]

@@ -31,7 +31,7 @@ class LinearKernels:
     model: ModelShape
     dequantized: Tensor = field(init=False)
     _workspaces: dict[int, Tensor] = field(default_factory=dict)
-    _splits: dict[tuple[FewRowShape, int], SplitK | None] = field(default_factory=dict)
+    _splits: dict[tuple[FewRowShape, Finish | None, int], SplitK | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numel = self.model.max_quantized_numel if self.model.weight_format else 0
@@ -43,7 +43,7 @@ class LinearKernels:
             shape,
             self.load,
             self._workspace,
-            partial(self._split, shape),
+            partial(self._split, shape, finish),
             dequantized=self.dequantized,
             finish=finish,
             needed_by=needed_by,
@@ -53,13 +53,13 @@ class LinearKernels:
         """Returns dequantized weights, and parts of split features."""
         return [self.dequantized, *self._workspaces.values()]
 
-    def _split(self, shape: FewRowShape, num_rows: int) -> SplitK | None:
-        key, arch = (shape, num_rows), self.facts.arch
+    def _split(self, shape: FewRowShape, finish: Finish | None, num_rows: int) -> SplitK | None:
+        key, arch = (shape, finish, num_rows), self.facts.arch
         if key not in self._splits:
             self._splits[key] = (
                 default_split(shape, num_rows, arch, usual_num_sms(arch))
                 if self.loader is None
-                else tuned_split(shape, num_rows, self.loader, self.model.device)
+                else tuned_split(shape, num_rows, self.loader, self.model.device, finish)
             )
         return self._splits[key]
 

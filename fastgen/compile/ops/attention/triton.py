@@ -21,6 +21,10 @@ MAX_DECODE_QUERIES = 8
 # Fewest KV tiles of a program: joining the parts of fewer would take longer than computing them.
 _MIN_SHARE = 2
 
+# Programs of chunks that take tiles in turn, as a multiple of those that the multiprocessors hold at once. With one,
+# the last tiles end at different times. With four, a multiprocessor that is done takes another program.
+_CHUNK_PROGRAMS = 4
+
 # Parts of a query tile that a program joins at once. More of them are joined in several levels.
 _PARTS_AT_ONCE = 8
 
@@ -243,11 +247,10 @@ class AttentionKernel:
     def __init__(self, specs: AttentionSpecs, load: Callable[[KernelSpec], Kernel], plan: AttentionPlan):
         self._plan = plan
         self._chunks, self._decodes = load(specs.chunks), load(specs.decodes)
-        # The most programs of chunks where they take tiles in turn: a multiprocessor holds few of them at once. Another
-        # attention with this plan may have a program for each tile.
-        self._max_chunk_programs = (
-            max(1, plan.num_sms * specs.chunk.programs_per_sm) if specs.chunk.persistent else None
-        )
+        # The most programs of chunks where they take tiles in turn. Another attention with this plan may have a program
+        # for each tile.
+        at_once = plan.num_sms * specs.chunk.programs_per_sm
+        self._max_chunk_programs = max(1, _CHUNK_PROGRAMS * at_once) if specs.chunk.persistent else None
         self._takes_values = any(argument.name == "v_cache" for argument in specs.chunks.arguments)
 
     def __call__(

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastgen.compile.build.autotune import Way
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.ops.attention.shape import AttentionShape
-from fastgen.compile.ops.attention.tiling import Tiling, candidate_tilings, chunk_tiling, decode_tiling
+from fastgen.compile.ops.attention.tiling import Tiling, chunk_tilings, decode_tilings
 from fastgen.compile.ops.attention.triton import AttentionKernel, AttentionPlan, AttentionSpecs, attention_specs
 from fastgen.compile.spec import torch_dtype
 
@@ -25,10 +25,10 @@ def tuned_tilings(
 ) -> tuple[Tiling, Tiling]:
     """Returns the tilings of chunks and of decodes, which are measured separately. ``device`` will hold the cache."""
     arch = loader.builder.arch
-    defaults = {"chunk": chunk_tiling(shape, arch), "decode": decode_tiling(shape, arch)}
+    candidates = {"chunk": chunk_tilings(shape, arch), "decode": decode_tilings(shape, arch)}
+    defaults = {kind: tilings[0] for kind, tilings in candidates.items()}
     found = {}
-    for kind, default in defaults.items():
-        tilings = candidate_tilings(default)
+    for kind, tilings in candidates.items():
         ways = []
         for tiling in tilings:
             cut = {**defaults, kind: tiling}
