@@ -1,11 +1,15 @@
 """Kernels that overlap: one starts while the ones before it on the stream end, and waits for what it needs of them.
 
-NVIDIA calls it programmatic dependent launch; GPUs have it from Hopper on. The programs of a kernel let the next one
-start (``griddepcontrol.launch_dependents``) as soon as all of them are running. Its programs take what room there is,
-and wait (``griddepcontrol.wait``) until the kernels before have ended and all that they wrote can be seen. What lies
-before the wait may read nothing that other kernels write: weights, for instance, which linear layers bring to the cache
-there. Since each kernel waits before it ends, the end of one is the end of all before it. A kernel without the option,
-or a library's, starts when all before it have ended.
+NVIDIA calls it programmatic dependent launch; GPUs have it from Hopper on. A kernel's programs wait
+(``griddepcontrol.wait``) until the kernels before have ended and all that they wrote can be seen. Then they let the
+next kernel start (``griddepcontrol.launch_dependents``): a linear layer's when they have read its weights, others at
+once. When all of them have done so, programs of the next kernel take what room there is, and wait in turn. So only two
+kernels are under way at once. Programs that start long before they can run take the room of others unevenly, which
+costs more than a launch.
+
+What lies before the wait may read nothing that other kernels write: weights, for instance, which linear layers bring to
+the cache there. Since each kernel waits before it ends, the end of one is the end of all before it. A kernel without
+the option, or a library's, starts when all before it have ended.
 """
 
 from __future__ import annotations

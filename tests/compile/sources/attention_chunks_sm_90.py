@@ -88,8 +88,8 @@ def attend(
 @triton.jit(do_not_specialize=['max_blocks'])
 def attention_chunks_n4_k2_d64_dv64_p16_bf16_softcap50_0_block_m128_block_n64_d_high64_v_high64_persistent_v_stride64_q_stri(q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, cu_seqlens_q_ptr, seq_lens_ptr, chunk_tiles_ptr, counts_ptr, out_ptr, max_blocks):
     """Attention of prompt chunks: a program takes query tiles and KV heads in turn, the longest first."""
-    tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     # What does not change between tiles is computed for each: kept in registers, it would leave the inner loop too few.
     for passed in tl.range(0, tl.load(counts_ptr) * K - program, tl.num_programs(0), disable_licm=True):

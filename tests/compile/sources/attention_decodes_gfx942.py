@@ -160,22 +160,26 @@ def attention_decodes_n4_k4_d64_dv64_p16_bf16_block_m16_block_n64_d_high64_v_hig
     leaves its part, in slot 2i + 1 where the tile begins in program i and in slot 2i where it began earlier; the last
     of them joins the parts. Rows of no sequence become zero.
     """
+    # All at once, so that nothing below waits for them one after the other.
+    kv_head = tl.program_id(0) % K
+    program = tl.program_id(0) // K
     used = tl.load(cu_seqlens_q_ptr + num_seqs).to(tl.int64) * (N * DV)
+    total_work = tl.load(counts_ptr + 1)
+    share = tl.load(counts_ptr + 2)
+    first_index = tl.load(shares_ptr + program * 2)
+    end_index = tl.load(shares_ptr + program * 2 + 1) + 1
+
     end_zeros = num_tokens.to(tl.int64) * (N * DV)
     zero = tl.full([BLOCK_ZEROS], 0.0, tl.bfloat16)
     for first_zero in range(used + tl.program_id(0) * BLOCK_ZEROS, end_zeros, tl.num_programs(0) * BLOCK_ZEROS):
         place = first_zero + tl.arange(0, BLOCK_ZEROS)
         tl.store(out_ptr + place, zero, place < end_zeros)
 
-    kv_head = tl.program_id(0) % K
-    program = tl.program_id(0) // K
-    total_work = tl.load(counts_ptr + 1)
-    share = tl.load(counts_ptr + 2)
     if program * share >= total_work:
         return
     k_head_ptr = k_cache_ptr + kv_head * D
     v_head_ptr = v_cache_ptr + kv_head * V_STRIDE
-    for index in tl.range(tl.load(shares_ptr + program * 2), tl.load(shares_ptr + program * 2 + 1) + 1, disable_licm=True):
+    for index in tl.range(first_index, end_index, disable_licm=True):
         seq = tl.load(decode_tiles_ptr + index * 4)
         first_row = tl.load(decode_tiles_ptr + index * 4 + 1)
         first_work = tl.load(decode_tiles_ptr + index * 4 + 2)

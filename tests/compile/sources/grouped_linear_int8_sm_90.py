@@ -25,8 +25,8 @@ COLUMN_TILES = tl.constexpr(8)
 @triton.jit
 def grouped_linear_in_features256_out_features1024_bf16_gathers_top_k2_block_m128_block_n128_block_k64(x_ptr, weight_ptr, order_ptr, tiles_ptr, num_tiles_ptr, out_ptr):
     """One tile of rows, all of one expert, by BLOCK_N of its outputs."""
-    tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0) // COLUMN_TILES
     if tile >= tl.load(num_tiles_ptr):
         return

@@ -23,8 +23,8 @@ def moe_sort_e16_block2048_block_m128(experts_ptr, order_ptr, tiles_ptr, num_til
     """Lists the choices of one expert, in their order, and its tiles. Each program counts the others' choices itself,
     which is cheaper than exchanging counts; so the order of programs does not matter.
     """
-    tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     counts = tl.full([BINS], 0, tl.int32)

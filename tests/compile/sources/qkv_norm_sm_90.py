@@ -27,8 +27,8 @@ def qkv_n4_k2_d64_bf16_r64_in_place_rms_head_q_weight_q_eps1e_06_rms_head_k_weig
 
     qkv [T, N + 2K, D]; a slot of the caches [K, D].
     """
-    tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     token_ptr = qkv_ptr + token * ((N + 2 * K) * D)

@@ -15,15 +15,15 @@ def rms_norm_h256_bf16_eps1e_05_weight(x_ptr, weight_ptr, out_ptr):
     """RMS norm of rows of H features; one program a row."""
     H: tl.constexpr = 256
     BLOCK: tl.constexpr = 256
-    tl.extra.cuda.gdc_launch_dependents()
-    tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * H
     column = tl.arange(0, BLOCK)
     inside = tl.full([BLOCK], True, tl.int1)
+    weight = tl.load(weight_ptr + column, inside, 0.0)
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + row + column, inside, 0.0).to(tl.float32)
 
     normed = x * tl.rsqrt(tl.sum(x * x) / H + 1e-05)
-    weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)
     normed = normed.to(tl.bfloat16).to(tl.float32)
-    normed *= weight
+    normed *= weight.to(tl.float32)
     tl.store(out_ptr + row + column, normed.to(tl.bfloat16), inside)

@@ -66,8 +66,8 @@ def gumbel(word):
 @triton.jit
 def sampling_scan_v1024_block1024_slices1_penalties_mask_bias_logprobs_num_top21(logits_ptr, slots_ptr, reals_ptr, integers_ptr, uses_ptr, mask_ptr, bias_ptr, peaks_ptr, states_ptr, peak_ids_ptr, sums_ptr, raw_peaks_ptr, raw_sums_ptr, slice_top_ptr, slice_top_ids_ptr, list_counts_ptr):
     """One slice of a row: its largest score, lowest id first, sums of exponentials, and whether all is finite."""
-    tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0) // SLICES
     part = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
