@@ -224,16 +224,17 @@ class CapturedForward(_ReplayedForward):
         Each step runs before it is captured. On a GPU only the largest of each kind gives its memory back before that,
         since what the others take is there already, and taking and giving it costs more than they do.
         With a ``trial`` each graph is replayed once on that batch, which also uploads it to the GPU, and compared with
-        the step itself. Raises :class:`CaptureError` where they differ.
+        the step itself. What that finds is looked at when all are captured, so that the GPU computes while the host
+        captures the next one. Raises :class:`CaptureError` where they differ.
         """
-        total = len(self._sizes) + len(self._row_sizes)
+        total, tried = len(self._sizes) + len(self._row_sizes), dict[str, Tensor]()
         for size in reversed(self._sizes):
             num_used = 0 if trial is None else trial.fill(size)
             is_largest = size == self._sizes[-1]
             step = partial(self._forward_step, size)
             graph = self._pool.capture(f"a step of {size} tokens", step, makes_room=is_largest)
             if trial is not None:
-                self._try(graph, self._hidden[:num_used])
+                tried[graph.name] = self._try(graph, self._hidden[:num_used])
             self._forwards[size] = graph
             progress(len(self._forwards), total)
         for num_rows in reversed(self._row_sizes):
@@ -241,22 +242,25 @@ class CapturedForward(_ReplayedForward):
             step = partial(self._head_step, num_rows)
             graph = self._pool.capture(f"logits of {num_rows} rows", step, makes_room=is_largest)
             if trial is not None:
-                self._try(graph, self._logits[:num_rows])
+                tried[graph.name] = self._try(graph, self._logits[:num_rows])
             self._heads[num_rows] = graph
             progress(len(self._forwards) + len(self._heads), total)
         self._pool.give_back()
         if trial is not None:
             trial.clear()
+        if different := [name for name, is_same in tried.items() if not is_same]:
+            raise CaptureError(f"{different[0]}: a replay gives other results than the step that was captured")
 
-    def _try(self, graph: Graph, results: Tensor) -> None:
-        """Replays a graph whose step has just left these ``results``, and compares."""
+    def _try(self, graph: Graph, results: Tensor) -> Tensor:
+        """Replays a graph whose step has just left these ``results``. Returns whether it gives the same, on the
+        device."""
         expected = results.clone()
         results.fill_(torch.nan)
         graph.replay()
         tolerance = _TOLERANCES.get(self._hidden.dtype, _TOLERANCE)
-        largest = float(expected.nan_to_num(0, 0, 0).abs().amax()) if expected.numel() else 0.0
-        if not torch.allclose(results, expected, rtol=0, atol=tolerance * largest, equal_nan=True):
-            raise CaptureError(f"{graph.name}: a replay gives other results than the step that was captured")
+        largest = expected.nan_to_num(0, 0, 0).abs().amax() if expected.numel() else expected.new_zeros(())
+        is_close = (results - expected).abs() <= tolerance * largest
+        return (is_close | (results == expected) | (results.isnan() & expected.isnan())).all()
 
     def _head_step(self, num_rows: int) -> None:
         super()._head_step(num_rows)

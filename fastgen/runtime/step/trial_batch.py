@@ -8,7 +8,7 @@ from fastgen.runtime.step.input_batch import InputBatch
 
 
 class TrialBatch:
-    """Fills the inputs of ``input_batch`` on the device, of which its host side knows nothing.
+    """Fills the inputs of ``input_batch`` on the device, of which its host side knows nothing, without waiting for it.
 
     Its sequences have a block of tokens and one token in turn, so there are chunks and decodes. Each uses one block of
     each KV group, from block 1 on. What they leave there is overwritten before it is read. It holds as many sequences
@@ -29,18 +29,18 @@ class TrialBatch:
         rows = torch.arange(count).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
         positions = torch.cat([torch.arange(length) for length in (*lengths, size - num_tokens)])
         positions[num_tokens:] = 0
-        views.input_ids.copy_(torch.arange(size) % self._vocab_size)
+        views.input_ids.copy_(torch.arange(size) % self._vocab_size, non_blocking=True)
         views.token_source.fill_(-1)
-        views.positions.copy_(positions)
+        views.positions.copy_(positions, non_blocking=True)
         starts, ends = torch.zeros(len(views.cu_seqlens_q), dtype=torch.int64), torch.zeros(len(views.seq_lens))
         starts[1 : count + 1], ends[:count] = torch.tensor(lengths), torch.tensor(lengths)
-        views.cu_seqlens_q.copy_(starts.cumsum(0))
-        views.seq_lens.copy_(ends)
+        views.cu_seqlens_q.copy_(starts.cumsum(0), non_blocking=True)
+        views.seq_lens.copy_(ends, non_blocking=True)
         views.slot_mapping.zero_()
         for group, slots in enumerate(views.slot_mapping):
             blocks = 1 + group * count + torch.arange(count)
-            slots[:num_tokens].copy_(blocks[rows] * self._batch.block_size + positions[:num_tokens])
-            views.block_tables[group, :count, 0].copy_(blocks)
+            slots[:num_tokens].copy_(blocks[rows] * self._batch.block_size + positions[:num_tokens], non_blocking=True)
+            views.block_tables[group, :count, 0].copy_(blocks, non_blocking=True)
         return num_tokens
 
     def clear(self) -> None:
