@@ -20,6 +20,7 @@ from benchmarks.cpu.comparison import FORMATS, against_best, looks_below, models
 from benchmarks.cpu.evidence import LEAST_STEADY, Figure, Lack
 from benchmarks.cpu.report import machine
 from benchmarks.cpu.targets import TARGETS
+from benchmarks.gpu import verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "status.md"
@@ -52,6 +53,7 @@ def render(results: Path = RESULTS) -> str:
         speeds=speeds,
         misses=misses,
         doubts=doubts,
+        gpu_goals=lambda kind: gpu_goals(results, kind),
         machine=machine,
         http_loss=lambda entry, side: serving.shown(serving.loss(entry, side)),
         first_token_added_ms=serving.first_token_added_ms,
@@ -80,6 +82,16 @@ def all_turns(results: Path) -> dict[str, Any]:
     turns = [turn for data in datas for turn in data["turns"]]
     engines = {name: facts for data in datas for name, facts in data["engines"].items()}
     return datas[-1] | {"turns": turns, "engines": engines, "link": ", ".join(links)}
+
+
+def gpu_goals(results: Path, kind: str) -> dict[str, Any]:
+    """Returns the ``lines`` of the verdict on the newest measurement of each part in the files of a kind, and ``links``
+    to these files."""
+    paths = files(results, kind)
+    datas = [json.loads(each.read_text()) for each in paths]
+    parts = {name: part for data in datas for name, part in data["parts"].items()}
+    links = ", ".join(f"[{each.stem}](../benchmarks/results/{each.name})" for each in paths)
+    return {"lines": verdict.lines(parts, datas[-1]["about"]["device"]), "links": links}
 
 
 def spread(values: Sequence[float], shape: str = "{:g}") -> str:

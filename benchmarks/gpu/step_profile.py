@@ -1,9 +1,10 @@
 """Profiles replayed decode steps of a Llama-2-7B shape, kernel by kernel, at batch 1, 32 and 256.
 
 A row has what the launches of one kernel take in one step: ``seconds``, the ``gap_seconds`` before them in which the
-device did nothing, the ``bytes`` that they must move, and what fraction of the copy bandwidth that is. Kernels of the
-library are one row, since their names say little. The row ``step`` has the sums. With a toy, kernels run one by one on
-the host's clock.
+device did nothing, and the ``bytes`` that they must move. Kernels overlap: one starts early and waits for those before
+it. So ``end_seconds`` are those from the last end before a launch to its own end, gaps included. These add up to the
+step, and say what a kernel costs; ``fraction_of_copy`` is by them. Kernels of the library are one row, since their
+names say little. The row ``step`` has the sums. With a toy, kernels run one by one on the host's clock.
 """
 
 from __future__ import annotations
@@ -126,20 +127,23 @@ def rows_of(
     last_end: float | None = None
     for event in events:
         name = event.name if event.name in num_bytes else _LIBRARY
-        row = found.setdefault(name, {"seconds": 0.0, "gap_seconds": 0.0, "launches": 0.0})
+        row = found.setdefault(name, {"seconds": 0.0, "end_seconds": 0.0, "gap_seconds": 0.0, "launches": 0.0})
+        last_end = event.begin if last_end is None else last_end
         row["seconds"] += (event.end - event.begin) / num_steps
-        row["gap_seconds"] += 0.0 if last_end is None else max(0.0, event.begin - last_end) / num_steps
+        row["end_seconds"] += max(0.0, event.end - last_end) / num_steps
+        row["gap_seconds"] += max(0.0, event.begin - last_end) / num_steps
         row["launches"] += 1 / num_steps
-        last_end = event.end if last_end is None else max(last_end, event.end)
-    ordered = sorted(found.items(), key=lambda each: -each[1]["seconds"])
+        last_end = max(last_end, event.end)
+    ordered = sorted(found.items(), key=lambda each: -each[1]["end_seconds"])
     for name, row in ordered:
         moved = num_bytes.get(name, 0.0)
-        rate = moved / row["seconds"] if row["seconds"] else 0.0
+        rate = moved / row["end_seconds"] if row["end_seconds"] else 0.0
         yield {
             "case": f"{case}: {name}",
             **row,
             "bytes": moved,
             "fraction_of_copy": rate / bench.limits.copy_bytes_per_s,
         }
-    sums = {key: sum(row[key] for _, row in ordered) for key in ("seconds", "gap_seconds", "launches")}
+    keys = ("seconds", "end_seconds", "gap_seconds", "launches")
+    sums = {key: sum(row[key] for _, row in ordered) for key in keys}
     yield {"case": f"{case}: step", **sums, "bytes": sum(num_bytes.values())}

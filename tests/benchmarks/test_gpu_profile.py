@@ -39,14 +39,25 @@ def test_times_gaps_and_bytes_are_those_of_one_step() -> None:
     assert library == {
         "case": "batch 1: library",
         "seconds": 2.0,
+        "end_seconds": 3.0,
         "gap_seconds": 1.0,
         "launches": 1.0,
         "bytes": 1e9,
-        "fraction_of_copy": 0.5,
+        "fraction_of_copy": pytest.approx(1 / 3),
     }
-    assert (norm["case"], norm["seconds"], norm["gap_seconds"]) == ("batch 1: norm", 1.0, 0.25)
-    assert norm["fraction_of_copy"] == 4.0
-    assert step == {"case": "batch 1: step", "seconds": 3.0, "gap_seconds": 1.25, "launches": 2.0, "bytes": 5e9}
+    assert norm["case"] == "batch 1: norm"
+    assert (norm["seconds"], norm["end_seconds"], norm["gap_seconds"]) == (1.0, 1.25, 0.25)
+    assert norm["fraction_of_copy"] == 3.2
+    sums = {"seconds": 3.0, "end_seconds": 4.25, "gap_seconds": 1.25, "launches": 2.0, "bytes": 5e9}
+    assert step == {"case": "batch 1: step", **sums}
+
+
+def test_a_kernel_that_waits_for_another_costs_what_it_ends_later() -> None:
+    events = [Event("linear", 0.0, 4.0), Event("norm", 1.0, 5.0), Event("scan", 2.0, 3.0), Event("linear", 5.0, 6.0)]
+    rows = rows_of("x", events, 1, {"linear": 1, "norm": 1, "scan": 1}, make_bench(toy=True))
+    found = {row["case"]: row for row in rows}
+    ends = {name: found[f"x: {name}"]["end_seconds"] for name in ("linear", "norm", "scan", "step")}
+    assert ends == {"linear": 5.0, "norm": 1.0, "scan": 0.0, "step": 6.0}
 
 
 @pytest.mark.slow
