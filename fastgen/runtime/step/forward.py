@@ -245,10 +245,12 @@ class CapturedForward(_ReplayedForward):
                 tried[graph.name] = self._try(graph, self._logits[:num_rows])
             self._heads[num_rows] = graph
             progress(len(self._forwards) + len(self._heads), total)
+        different = [name for name, is_same in tried.items() if not is_same]
+        tried.clear()
         self._pool.give_back()
         if trial is not None:
             trial.clear()
-        if different := [name for name, is_same in tried.items() if not is_same]:
+        if different:
             raise CaptureError(f"{different[0]}: a replay gives other results than the step that was captured")
 
     def _try(self, graph: Graph, results: Tensor) -> Tensor:
