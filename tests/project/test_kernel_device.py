@@ -125,7 +125,7 @@ def test_the_device_is_known_before_the_folders_on_the_command_line_are_read(tmp
     done = subprocess.run(
         [*command, "tests/compile/test_norm_kernels.py"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         check=False,

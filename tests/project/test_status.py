@@ -11,7 +11,7 @@ import pytest
 
 from tests.benchmarks.test_cpu_report import turn
 from tests.benchmarks.test_serving_benchmark import a_round
-from tools.status import PAGE, README, RESULTS, all_turns, doubts, headline, newest, render, row_of_readme
+from tools.status import PAGE, README, RESULTS, all_turns, doubts, gpu_goals, headline, newest, render, row_of_readme
 
 
 def test_the_page_is_made_of_the_results() -> None:
@@ -42,6 +42,20 @@ def test_the_readme_quotes_the_least_favourable_ratio_or_none() -> None:
         " comparisons with enough steady turns (least: llama-110m, int8, W4, openvino-genai)."
         " Of the required speeds, 2 are missed"
     )
+
+
+def test_goals_of_a_gpu_are_judged_by_the_newest_measurement_of_each_part(tmp_path: Path) -> None:
+    idle, batch = {"case": "batch 1, x", "idle_seconds": 1e-5}, {"case": "batch 1, x", "seconds": 4e-3}
+    files = {"1": {"decode": {"rows": [batch, idle]}, "splitfuse": {"rows": [{"requests_per_s": 11.5}]}},
+             "2": {"decode": {"rows": [batch | {"seconds": 3.6e-3}]}}}  # fmt: skip
+    for name, parts in files.items():
+        about = {"about": {"device": "NVIDIA H200"}, "parts": parts}
+        (tmp_path / f"gpu_h200_{name}.json").write_text(json.dumps(about))
+    (tmp_path / "gpu_h200_variants.json").write_text("{}")
+    found = {line.goal.name: line for line in gpu_goals(tmp_path, "gpu_h200")["lines"]}
+    assert found["7B step, batch 1"].measured == pytest.approx(3.6)
+    assert found["7B step, batch 1"].state == found["SplitFuse 2600/60"].state == "floor"
+    assert found["idle between steps"].state == "not measured"
 
 
 def test_what_http_costs_is_shown_for_short_and_long_requests_once_it_is_measured(tmp_path: Path) -> None:
