@@ -7,6 +7,7 @@ VENV := .venv
 bin := $(VENV)/bin
 # tests/conftest.py says how many processes; at most eight, because each holds torch and transformers in memory.
 parallel := -n auto --maxprocesses 8 --dist worksteal
+checks := lint types imports
 export PYTHON VENV
 
 help:  ## show this list
@@ -29,8 +30,13 @@ clients: setup  ## make a second environment with lm_eval, for the long tests of
 demo: setup  ## let the built-in models write a short story each
 	@tools/demo.sh
 
-test: check  ## run the checks and the fast tests, before a change goes in
+test: setup  ## run the checks and the fast tests, before a change goes in
+	@$(MAKE) --no-print-directory --jobs=4 $(checks) $(VENV)/collected
 	@$(bin)/python -m pytest -q $(parallel) -m "not slow and not gpu" --durations=10 --durations-min=1
+
+# The first collection of tests compiles all that they import, in time that one core has beside the check of types.
+$(VENV)/collected: | setup
+	@$(bin)/python -m pytest --quiet --collect-only >/dev/null 2>&1; touch $@
 
 test-all: check  ## run the checks and all tests, write the pages of what they measured anew, then `pythons` and `newest`
 	@rm -f .venv/records.jsonl; failed=0; \
@@ -55,7 +61,7 @@ status: setup  ## write docs/status.md from benchmarks/results
 	@$(bin)/python -m tools.status
 
 check: setup  ## check lint, format, types and the import contracts
-	@$(MAKE) --no-print-directory --jobs=3 lint types imports
+	@$(MAKE) --no-print-directory --jobs=3 $(checks)
 
 lint: setup  ## check lint and format
 	@$(bin)/python -m ruff check --quiet . && echo "check: lint passed"

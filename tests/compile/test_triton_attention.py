@@ -91,8 +91,8 @@ def ahead(name: str, batch: tuple[Rows, int]) -> Case:
 
 @pytest.mark.kernels
 def test_every_feature_with_the_next_product_ahead_and_tiles_in_turn() -> None:
-    """With one of the batches each. The slow test has both."""
-    check([ahead(*each) for each in zip(FEATURES, itertools.cycle(IN_TURN), strict=False)])
+    """Every other feature, with one of the batches each. The slow test has all, with both."""
+    check([ahead(*each) for each in zip([*FEATURES][::2], itertools.cycle(IN_TURN), strict=False)])
 
 
 @pytest.mark.kernels

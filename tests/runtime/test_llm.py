@@ -355,8 +355,9 @@ def test_a_stream_dropped_during_a_step_is_cancelled_by_the_next(llm: LLM, monke
     launch = llm._engine.runner.launch
 
     def launch_and_drop(step: Step) -> None:
-        streams.clear()
-        gc.collect()
+        if streams:
+            streams.clear()
+            gc.collect()
         launch(step)
 
     monkeypatch.setattr(llm._engine.runner, "launch", launch_and_drop)

@@ -17,6 +17,7 @@ from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.step.step import Step
+from tests.fast import cases
 from tests.kernel_device import DEVICE
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer, small_cache
 from tests.runtime.soak import KINDS
@@ -41,7 +42,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=[None, "ngram"])
+@pytest.fixture(scope="module", params=cases([None, "ngram"], fast=["ngram"]))
 def llm(request: pytest.FixtureRequest, directory: Path) -> Iterator[LLM]:
     cache = small_cache(directory, 11 * BLOCK_SIZE, **(OPTIONS | {"target": "torch"}))
     with fastgen.load(directory, speculative=request.param, kv_cache_memory=cache, **OPTIONS) as loaded:

@@ -86,7 +86,7 @@ def assert_same(alone: list[GenerationOutput], outputs: list[GenerationOutput]) 
 
 @pytest.mark.parametrize(
     ("token_budget", "block_size"),
-    cases(itertools.product([8, 9, 64, 512], [1, 16]), fast=[(8, 1), (9, 16), (512, 1)]),
+    cases(itertools.product([8, 9, 64, 512], [1, 16]), fast=[(8, 1), (9, 16)]),
 )
 def test_at_every_budget_and_block_size(
     directory: Path, alone: list[GenerationOutput], token_budget: int, block_size: int

@@ -61,7 +61,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "int8": {"quantize": "int8"},
     "int4": {"quantize": "int4"},
 }
-FAST = {("Gemma2", "fp32"), ("Qwen3Moe", "int4"), ("DeepseekV3", "bf16")}
+FAST = {("Qwen3Moe", "int4"), ("DeepseekV3", "bf16")}
 CASES = [
     pytest.param(family, weights, marks=[] if (family, weights) in FAST else pytest.mark.slow)
     for family in FAMILIES

@@ -49,7 +49,7 @@ def text_of(stream: bytes) -> str:
 
 
 def test_a_server_that_is_told_to_end_lets_requests_finish_and_takes_no_more() -> None:
-    num_tokens = 1500
+    num_tokens = 800
 
     async def run(server: ServerProcess) -> bytes:
         streams = [await begin(server, num_tokens) for _ in range(4)]

@@ -19,6 +19,7 @@ from fastgen.runtime.requests.outputs import GenerationOutput
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.refusals import BadRequestError, EngineDiedError, UnavailableError
 from fastgen.serving.service import Running, Service
+from tests.fast import cases
 from tests.serving.server_process import is_running
 
 # Longer than anything here takes.
@@ -83,7 +84,7 @@ def whole(output: GenerationOutput) -> tuple[str, list[int], str]:
     return output.text, output.token_ids, output.finish_reason
 
 
-@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("is_stream", cases([True, False], fast=[True]))
 def test_blocks_are_free_before_the_step_after_a_request_was_given_up(live: Live, is_stream: bool) -> None:
     running = [live.submit(is_stream=is_stream) for _ in range(6)]  # two of them wait
 

@@ -14,7 +14,7 @@ import pytest
 from fastgen.serving.http.app import create_app, prepare
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
-from tests.serving.server_process import served
+from tests.serving.server_process import ServerProcess, served
 
 PATHS = ("/recording", "/generate", "/v1/chat/completions", "/v1/responses", "/invocations", "/live", "/no-such-path")
 
@@ -52,12 +52,15 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def test_a_server_does_not_load_torch(server: ServerProcess) -> None:
+    """Torch is the engine's: importing it would take the server a second, and 200 MiB."""
+    assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+
+
+@pytest.mark.slow
 def test_a_server_is_prepared_when_it_is_ready() -> None:
-    """Without that, the first answer takes 0.3 s of processor time. Torch is the engine's: importing it would take the
-    server another second, and 200 MiB.
-    """
+    """Without that, the first answer takes 0.3 s of processor time."""
     with served("tiny-llama") as server:
-        assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
         before_s = cpu_s(server.process.pid)
         assert httpx2.get(f"{server.address}/openapi.json").status_code == 200
         took_s = cpu_s(server.process.pid) - before_s

@@ -43,7 +43,7 @@ def check_kills(server: ServerProcess, pool: list[Known], *, num_kills: int, num
 
 
 def test_a_small_storm(stormed: ServerProcess, pool: list[Known]) -> None:
-    check_storm(stormed, pool, seconds=2, num_clients=20)
+    check_storm(stormed, pool, seconds=1, num_clients=12)
 
 
 def test_a_kill_under_load(stormed: ServerProcess, pool: list[Known]) -> None:

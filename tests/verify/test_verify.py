@@ -92,6 +92,7 @@ SELDOM = {
     *("q: self_attn.q_proj, k: self_attn.k_proj", "v: self_attn.v_proj, bias: enable_bias | default(true)"),
     *("weight: input_layernorm, eps: eps", "activation: hidden_act | default('silu')", "output: {weight"),
     *("norm: {kind: rms, weight: post_attention_layernorm", "offset: 2, rows: max_positions + 2"),
+    "use_parallel_residual | default(true)",
     "  - not (apply_residual_connection_post_layernorm | default(false))\n",
 }
 

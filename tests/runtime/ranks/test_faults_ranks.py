@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -154,8 +155,9 @@ def wait_for_end(processes: list[int]) -> None:
     assert not any(map(is_there, processes))
 
 
-@pytest.mark.parametrize("num_turns", cases([1, 10], fast=[1]))
-@pytest.mark.parametrize("is_stopped", [False, True])
+@pytest.mark.parametrize(
+    ("is_stopped", "num_turns"), cases(itertools.product([False, True], [1, 10]), fast=[(True, 1)])
+)
 def test_ranks_end_with_their_leader(directory: Path, is_stopped: bool, num_turns: int) -> None:
     """Even if it is killed in the middle of a step, and even those that are stopped and can do nothing themselves."""
     draw, num_ranks = random.Random(num_turns), 2 if num_turns == 1 else 4

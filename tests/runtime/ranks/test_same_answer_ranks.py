@@ -13,7 +13,6 @@ import pytest
 import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.llm import LLM
-from tests.fast import cases
 from tests.runtime.checkpoints import small_cache
 from tests.runtime.ranks.models import VOCAB_SIZE, prompts, save_family
 from tests.runtime.test_same_answer import num_certain_tokens
@@ -103,8 +102,9 @@ def test_two_ranks_answer_as_one(family: str, options: dict[str, Any], tmp_path:
     assert metrics.prefix_cache_hit_tokens_total > 0
 
 
-@pytest.mark.parametrize("count", cases([2, 4], fast=[2]))
-@pytest.mark.parametrize("family", cases(IN_8_BITS, fast=["llama"]))
+@pytest.mark.slow  # tests/models/test_shard.py has it in one process
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("family", IN_8_BITS)
 def test_ranks_have_the_bits_of_one_in_int8(family: str, count: int, tmp_path: Path) -> None:
     """Weights and activations get the codes of whole rows, and sums of their products are exact."""
     directory = save_family(family, tmp_path)
