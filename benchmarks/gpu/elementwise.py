@@ -202,7 +202,8 @@ class Maker:
             torch.randint(0, sizes.vocab, (count,), dtype=torch.int32, device=self.where)
             for count in (self.num_tokens, 256)
         )
-        source = torch.randint(-1, 256, (self.num_tokens,), dtype=torch.int32, device=self.where)
+        source = torch.full((self.num_tokens,), -1, dtype=torch.int32, device=self.where)
+        source[::16] = torch.randint(0, 256, source[::16].shape, dtype=torch.int32, device=self.where)
         return Subject(
             "embedding",
             2 * out.nbytes,

@@ -23,6 +23,7 @@ from benchmarks.gpu.measuring import Bench, Row, Rows
 from benchmarks.gpu.steps import CASES, MAX_NUM_SEQS, TOKEN_BUDGET, uncaptured
 from fastgen.compile.build.builder import BuiltKernel
 from fastgen.compile.capture.recording import recording
+from fastgen.compile.spec import KernelSpec
 from fastgen.runtime.engine import Engine
 
 _NUM_STEPS, _NUM_UNTIMED = 8, 4
@@ -40,6 +41,24 @@ class Event:
     end: float
 
 
+def moved_bytes(spec: KernelSpec, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> int:
+    """Returns the bytes that a launch must move, except of tables. Buffers are larger than a small batch needs: of the
+    parts of a linear layer whose features are split only those of the batch's rows count, and of sampling the logits.
+    """
+    parameters = spec.parameters
+    if spec.op.startswith("sampling"):
+        # A slice of a row has a program; the last kernel reads what the others found.
+        return 4 * parameters["block"] * grid[0] if spec.op != "sampling_choose" else 0  # type: ignore[operator]
+    given = {each.name: value for each, value in zip(spec.arguments, arguments, strict=True)}
+    moved = {name: value.nbytes for name, value in given.items() if isinstance(value, Tensor) and name not in _TABLES}
+    num_splits = parameters.get("splits") or 1
+    for name in ("part", "out") if spec.op == "few_row_linear" else ("part",):
+        if name in moved and num_splits != 1:
+            features = parameters.get("OUT") or parameters["H"]
+            moved[name] = 4 * num_splits * given["num_rows"] * features  # type: ignore[operator]
+    return sum(moved.values())
+
+
 @dataclass
 class Watched:
     """Runs launches as they come, and notes the bytes that each must move, and when it ran by the host's clock."""
@@ -49,11 +68,12 @@ class Watched:
     events: list[Event] = field(default_factory=list)
 
     def launch(self, kernel: BuiltKernel, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-        declared = zip(kernel.spec.arguments, arguments, strict=True)
-        moved = sum(given.nbytes for each, given in declared if each.is_pointer and each.name not in _TABLES)
-        if kernel.spec.op == "attention":
-            moved = self.kv_bytes if kernel.spec.parameters["kind"] == "decodes" else 0
-        self._run(kernel.spec.name, moved, partial(kernel.launch, grid, *arguments))
+        spec = kernel.spec
+        if spec.op == "attention":
+            moved = self.kv_bytes if spec.parameters["kind"] == "decodes" else 0
+        else:
+            moved = moved_bytes(spec, grid, arguments)
+        self._run(spec.name, moved, partial(kernel.launch, grid, *arguments))
 
     def library_call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         moved = sum(each.nbytes for each in (*args, *kwargs.values()) if isinstance(each, Tensor))

@@ -23,20 +23,24 @@ from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder
 from fastgen.compile.build.triton_kernel import TritonKernel
 from fastgen.compile.host.device import current
+from fastgen.compile.ops.attention import tuning as attention_tuning
 from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.ops.attention.tiling import chunk_tiling, chunk_tilings, decode_tiling, decode_tilings
 from fastgen.compile.ops.attention.tuning import tuned_tilings
+from fastgen.compile.ops.linear import tuning as linear_tuning
 from fastgen.compile.ops.linear.finish import Activate, AddAndNorm, Finish, RotateAndWrite
 from fastgen.compile.ops.linear.tiling import FewRowShape, candidate_splits
 from fastgen.compile.ops.linear.triton import LinearKernel
 from fastgen.compile.ops.linear.tuning import tuned_split
 from fastgen.compile.ops.norm.shape import NormShape
 from fastgen.compile.spec import KernelSpec
+from fastgen.compile.weights.quantized import QuantizedWeight
 from fastgen.errors import KernelError
 from tests.compile.norms import norm_spec
 
 CPU = torch.device("cpu")
 PROBLEM = "a sum of 4 numbers"
+Inputs = tuple[Tensor, Sequence[Tensor | QuantizedWeight], Tensor | None]
 
 
 @pytest.fixture
@@ -369,6 +373,55 @@ def test_every_way_to_cut_a_linear_layer_passes_the_gate(loader: KernelLoader, f
     assert len(kept["seconds"]) == len(candidate_splits(shape, 17, "interpret", 2)) + 1
     then = "" if finish is None else f", then {finish}"
     assert kept["key"]["problem"] == f"few_row_linear 24 x 96, fp32 to fp32, with bias, 17 rows{then}"
+    # What is launched for the library's way is the op alone, and the choice depends on its sources too.
+    (hashes,) = [hashes for choice, hashes in kept["key"]["ways"] if choice["by"] == "library"]
+    assert len(hashes) == (0 if finish is None else 2 if isinstance(finish, AddAndNorm) and finish.first else 1)
+
+
+@pytest.mark.parametrize("finish", [FINISHES["norm"], FINISHES["two norms"]], ids=["norm", "two norms"])
+def test_layers_that_are_measured_in_turn_add_to_streams_of_their_own(
+    loader: KernelLoader, finish: Finish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise rounding errors would grow from one to the next, and right results seem different."""
+    shape, found = FewRowShape(24, 96, "fp32", bias=True), dict[str, list[Tensor]]()
+    inputs = linear_tuning._Trial._inputs
+
+    def choose(problem: str, ways: Sequence[Way], *, may_measure: bool) -> int:
+        for each in ways:
+            run, out = each.start()
+            run()
+            found.setdefault(str(each.choice), []).append(out.clone())
+        return 0
+
+    monkeypatch.setattr(loader.tuning, "choose", choose)
+    for count in (1, 5):
+
+        def in_copies(trial: linear_tuning._Trial, count: int = count) -> Inputs:
+            x, weights, bias = inputs(trial)
+            return x, [*weights] * count, bias
+
+        monkeypatch.setattr(linear_tuning._Trial, "_inputs", in_copies)
+        tuned_split(shape, 3, loader, CPU, finish)
+    assert len(found) > 2
+    for alone, one_of_five in found.values():
+        assert torch.equal(alone, one_of_five)
+
+
+def test_kernels_are_measured_as_they_are_launched(loader: KernelLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they overlap others."""
+    seen = set[str]()
+
+    def noted(spec: KernelSpec, arch: str) -> KernelSpec:
+        seen.add(str(spec.parameters.get("kind", spec.op)) if spec.op.startswith("attention") else spec.op)
+        return spec
+
+    for module in (attention_tuning, linear_tuning):
+        monkeypatch.setattr(module, "overlapped", noted)
+    loader.tuning = tuning(loader, falling_clock())
+    tuned_tilings(AttentionShape(4, 2, 16, 16, "fp32", 0.25), 2, 2, loader, CPU)
+    tuned_split(FewRowShape(24, 96, "fp32", weight="int8_weight_only"), 1, loader, CPU, Activate("silu", gated=False))
+    of_a_layer = {"few_row_linear", "few_row_reduce", "dequantize", "activation"}
+    assert seen == {"attention_plan", "chunks", "decodes", *of_a_layer}
 
 
 def test_the_op_that_follows_a_layer_is_part_of_what_is_measured(

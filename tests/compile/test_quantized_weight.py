@@ -49,9 +49,17 @@ def test_rows_may_come_in_any_pieces(weight_format: WeightOnlyFormat, monkeypatc
     whole = quantized(weight, weight_format)
     expected = logits(x, whole, bias)
     monkeypatch.setattr(quantized_weight, "_PIECE", 4 * 70)
-    pieces = QuantizedWeight(weight_format, 29, 70, CPU)
+    pieces, num_rows = QuantizedWeight(weight_format, 29, 70, CPU), list[int]()
+    quantize = pieces._quantized
+
+    def noted(rows: Tensor, largest: Tensor | None) -> tuple[Tensor, Tensor]:
+        num_rows.append(len(rows))
+        return quantize(rows, largest)
+
+    monkeypatch.setattr(pieces, "_quantized", noted)
     for start, end in ((20, 29), (0, 7), (7, 20)):
         pieces.write(start, weight[start:end])
+    assert num_rows == [4, 4, 1, 4, 3, 4, 4, 4, 1], "and so no more memory is needed than for a piece"
     assert torch.equal(pieces.codes, whole.codes)
     assert torch.equal(pieces.scale, whole.scale)
     assert whole.size_bytes == QuantizedWeight(weight_format, 29, 70, torch.device("meta")).size_bytes

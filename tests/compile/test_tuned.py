@@ -99,10 +99,15 @@ def test_a_model_is_built_ahead_by_the_choices_for_the_device(cache: KernelCache
     assert tuned_split(shape, 16, other, META) == candidate_splits(shape, 16, "interpret", 2)[0]
 
 
-def test_attention_is_tuned_once_whatever_the_number_of_slots(cache: KernelCache, loader: KernelLoader) -> None:
+def test_attention_is_tuned_once_for_all_numbers_of_slots_of_a_server(cache: KernelCache, loader: KernelLoader) -> None:
+    """Few slots are few decodes, which may be cut in another way."""
     shape = AttentionShape(4, 2, 16, 16, "fp32", 0.25)
     loader.tuning = Tuning(loader, cache.directory, H200, falling_clock())
-    found = tuned_tilings(shape, 4, 2, loader, torch.device("cpu"))
+    found = tuned_tilings(shape, 16, 2, loader, torch.device("cpu"))
     loader.tuning = Tuning(loader, cache.directory, H200, no_clock)
-    assert tuned_tilings(shape, 9, 2, loader, torch.device("cpu")) == found
+    assert tuned_tilings(shape, 64, 2, loader, torch.device("cpu")) == found
     assert asdict(found[0]) in [each["choice"] for each in kept(cache.directory)]
+    loader.tuning = Tuning(loader, cache.directory, H200, falling_clock())
+    tuned_tilings(shape, 1, 2, loader, torch.device("cpu"))
+    problems = sorted(str(each["problem"]).partition(",")[0] for each in kept(cache.directory))
+    assert problems == ["attention chunks", "attention decodes", "attention decodes"]

@@ -79,6 +79,14 @@ def test_calls_are_read_as_they_were_written(tool_format: ToolFormat, data: st.D
 
 
 @formats
+def test_pieces_that_come_together_are_one_event(tool_format: ToolFormat) -> None:
+    arguments = '{"city": "Pa\\"r}is", "n": [1, {"a": null}]}'
+    parser = ToolCallParser(tool_format, NAMES)
+    events = parser.feed("I look it up." + written(tool_format, [("look_up", arguments)])) + parser.finish()
+    assert events == [Content("I look it up."), CallBegins(0, "look_up"), Arguments(0, arguments), CallEnds(0)]
+
+
+@formats
 @settings(max_examples=40)
 @given(text=st.text(alphabet=' \n<|>[]{}":,\\atool_cn', max_size=60))
 def test_what_is_no_call_is_content(tool_format: ToolFormat, text: str) -> None:

@@ -66,8 +66,8 @@ class Loader(Protocol):
 class Way:
     """A way to compute an op. ``choice``, plain data, distinguishes it from the others; ``specs`` are its kernels.
 
-    ``beside`` are kernels that it launches too, and on which the choice does not depend. ``start`` prepares it on the
-    device and returns the call to be timed, and the tensor that the call fills.
+    ``beside`` are kernels that it launches too, and whose sources may change without changing the choice. ``start``
+    prepares it on the device and returns the call to be timed, and the tensor that the call fills.
     """
 
     choice: Choice
@@ -151,6 +151,8 @@ class Tuning:
                 if _same(out, expected):
                     assert self.measure is not None
                     seconds[place] = self.measure(run)
+                else:
+                    _log.debug("%s: %s is passed over: it gives another answer", problem, way.choice)
             except (KernelError, RuntimeError, ValueError) as error:
                 why = str(error)
                 _log.debug("%s: %s is passed over: %s", problem, way.choice, error)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from fastgen.compile.host.device import to_device
 from fastgen.runtime.step.input_batch import InputBatch
 
 
@@ -29,21 +31,26 @@ class TrialBatch:
         rows = torch.arange(count).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
         positions = torch.cat([torch.arange(length) for length in (*lengths, size - num_tokens)])
         positions[num_tokens:] = 0
-        views.input_ids.copy_(torch.arange(size) % self._vocab_size, non_blocking=True)
+        _copy(torch.arange(size) % self._vocab_size, views.input_ids)
         views.token_source.fill_(-1)
-        views.positions.copy_(positions, non_blocking=True)
+        _copy(positions, views.positions)
         starts, ends = torch.zeros(len(views.cu_seqlens_q), dtype=torch.int64), torch.zeros(len(views.seq_lens))
         starts[1 : count + 1], ends[:count] = torch.tensor(lengths), torch.tensor(lengths)
-        views.cu_seqlens_q.copy_(starts.cumsum(0), non_blocking=True)
-        views.seq_lens.copy_(ends, non_blocking=True)
+        _copy(starts.cumsum(0), views.cu_seqlens_q)
+        _copy(ends, views.seq_lens)
         views.slot_mapping.zero_()
         for group, slots in enumerate(views.slot_mapping):
             blocks = 1 + group * count + torch.arange(count)
-            slots[:num_tokens].copy_(blocks[rows] * self._batch.block_size + positions[:num_tokens], non_blocking=True)
-            views.block_tables[group, :count, 0].copy_(blocks, non_blocking=True)
+            _copy(blocks[rows] * self._batch.block_size + positions[:num_tokens], slots[:num_tokens])
+            _copy(blocks, views.block_tables[group, :count, 0])
         return num_tokens
 
     def clear(self) -> None:
         """Makes the inputs zero, as they were before."""
         self._batch.buffers.packed.zero_()
         self._batch.buffers.flat_tables.zero_()
+
+
+def _copy(numbers: Tensor, to: Tensor) -> None:
+    """Copies the host's ``numbers`` in the order of launches, without waiting for those before."""
+    to.copy_(to_device(numbers, to.device))

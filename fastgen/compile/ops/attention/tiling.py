@@ -37,6 +37,7 @@ class Tiling:
         return min(255, _SM_REGISTERS // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
 
 
+_TWO_BUFFERS = 5  # stages on NVIDIA's: see below
 _SM_REGISTERS = 65536  # of a multiprocessor, allocated eight a thread at a time
 
 
@@ -152,7 +153,7 @@ def decode_tilings(shape: AttentionShape, arch: str) -> list[Tiling]:
     default = decode_tiling(shape, arch)
     found = _with_neighbours(default)
     if default.programs_per_sm > 1:
-        stages = default.num_stages + _stage_step(default)
+        stages = _TWO_BUFFERS if _stage_step(default) == 2 else default.num_stages + 1
         found += [replace(default, num_stages=stages, programs_per_sm=count) for count in (2, 3)]
     return list(dict.fromkeys(found))
 

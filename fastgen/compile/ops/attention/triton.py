@@ -23,7 +23,7 @@ _MIN_SHARE = 2
 
 # Programs of chunks that take tiles in turn, as a multiple of those that the multiprocessors hold at once. With one,
 # the last tiles end at different times. With four, a multiprocessor that is done takes another program.
-_CHUNK_PROGRAMS = 4
+CHUNK_PROGRAMS = 4
 
 # Parts of a query tile that a program joins at once. More of them are joined in several levels.
 _PARTS_AT_ONCE = 8
@@ -250,7 +250,7 @@ class AttentionKernel:
         # The most programs of chunks where they take tiles in turn. Another attention with this plan may have a program
         # for each tile.
         at_once = plan.num_sms * specs.chunk.programs_per_sm
-        self._max_chunk_programs = max(1, _CHUNK_PROGRAMS * at_once) if specs.chunk.persistent else None
+        self._max_chunk_programs = max(1, CHUNK_PROGRAMS * at_once) if specs.chunk.persistent else None
         self._takes_values = any(argument.name == "v_cache" for argument in specs.chunks.arguments)
 
     def __call__(

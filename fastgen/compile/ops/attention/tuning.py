@@ -13,7 +13,14 @@ from fastgen.compile.build.autotune import Way
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.ops.attention.tiling import Tiling, chunk_tilings, decode_tilings
-from fastgen.compile.ops.attention.triton import AttentionKernel, AttentionPlan, AttentionSpecs, attention_specs
+from fastgen.compile.ops.attention.triton import (
+    CHUNK_PROGRAMS,
+    AttentionKernel,
+    AttentionPlan,
+    AttentionSpecs,
+    attention_specs,
+)
+from fastgen.compile.ops.overlap import overlapped
 from fastgen.compile.spec import torch_dtype
 
 _NUM_DECODES, _KV_BYTES = 16, 256 << 20  # more keys and values than caches hold
@@ -35,13 +42,24 @@ def tuned_tilings(
             specs = attention_specs(
                 shape, max_num_seqs=max_num_seqs, arch=arch, chunk=cut["chunk"], decode=cut["decode"]
             )
+            specs = replace(
+                specs,
+                plan=overlapped(specs.plan, arch),
+                chunks=overlapped(specs.chunks, arch),
+                decodes=overlapped(specs.decodes, arch),
+            )
             start = partial(_start, kind, specs, max_num_seqs, num_sms, loader, device)
             kernels, beside = (specs.chunks, specs.decodes), (specs.plan,)
             ways.append(Way(asdict(tiling), kernels, start, beside))
-        # neither the stride of tokens' queries nor the number of slots, which the plan has, matters for the best tiles
-        problem = f"attention {kind}s, {replace(shape, q_stride=0)}"
+        # The stride of tokens' queries does not matter for the best tiles, nor that there are more slots than decodes.
+        problem = f"attention {kind}s, {replace(shape, q_stride=0)}, "
+        problem += f"{CHUNK_PROGRAMS} in turn" if kind == "chunk" else f"{_num_decodes(max_num_seqs)} at once"
         found[kind] = tilings[loader.tuning.choose(problem, ways, may_measure=device.type != "meta")]
     return found["chunk"], found["decode"]
+
+
+def _num_decodes(max_num_seqs: int) -> int:
+    return min(_NUM_DECODES, max_num_seqs)
 
 
 def _start(
@@ -51,7 +69,7 @@ def _start(
     shape, dtype = specs.shape, torch_dtype(specs.shape.dtype)
     count, new, cached = 1, _CHUNK, 0
     if kind == "decode":
-        count, new = min(_NUM_DECODES, max_num_seqs), 1
+        count, new = _num_decodes(max_num_seqs), 1
         a_token = shape.num_kv_heads * (shape.head_dim + shape.v_dim) * dtype.itemsize
         cached = _KV_BYTES // a_token // count if device.type != "cpu" else 20
     elif device.type == "cpu":

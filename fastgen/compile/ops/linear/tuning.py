@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgen.compile.build.autotune import Way
+from fastgen.compile.build.builder import Kernel
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.ops.activation.triton import ActivationKernel, activation_spec
 from fastgen.compile.ops.linear.finish import Activate, AddAndNorm, Finish
@@ -46,10 +47,11 @@ def tuned_split(
         main = overlapped(specs.main, arch)
         kernels = (main,) if specs.reduce is None else (main, overlapped(specs.reduce, arch))
         start = partial(trial.start_kernels, kernels, specs.workspace_numel(num_rows), finishes=specs.finishes)
-        ways.append(Way({"by": "kernel", **vars(split)}, kernels, start, () if specs.finishes else alone))
+        ways.append(Way({"by": "kernel", **vars(split)}, (*kernels, *(() if specs.finishes else alone)), start))
     if shape.library_serves:
         first = () if shape.weight == "plain" else (dequantize_spec(shape.in_features, shape.weight, shape.dtype),)
-        ways.append(Way({"by": "library"}, first, trial.start_library, alone))
+        dequantizing = tuple(overlapped(spec, arch) for spec in first)
+        ways.append(Way({"by": "library"}, (*dequantizing, *alone), trial.start_library))
     kept = "" if shape.weight == "plain" else f"{shape.weight}, "
     problem = f"few_row_linear {shape.out_features} x {shape.in_features}, {kept}{shape.dtype} to "
     problem += f"{shape.out_dtype or shape.dtype}, {'with' if shape.bias else 'without'} bias, {num_rows} rows"
@@ -90,10 +92,10 @@ class _Trial:
         if not finishes:
             return self._start_one_by_one(kernel)
         x, weights, bias = self._inputs()
-        out, others_given = self._empty(self._out_size()), self._operands()
+        out, operands = self._empty(self._out_size()), self._operands(len(weights))
 
         def run() -> None:
-            for weight in weights:
+            for weight, others_given in zip(weights, operands, strict=True):
                 kernel(x, weight, bias, out, **others_given)
 
         return run, out[:, : self._compared()]
@@ -104,41 +106,47 @@ class _Trial:
         numel = shape.out_features * shape.in_features
         dequantized = torch.empty(numel, dtype=self._dtype, device=self._device)
         return self._start_one_by_one(
-            LinearKernel(shape, self._loader.load, torch.empty, lambda rows: None, dequantized=dequantized)
+            LinearKernel(shape, self._load, torch.empty, lambda rows: None, dequantized=dequantized)
         )
+
+    def _load(self, spec: KernelSpec) -> Kernel:
+        return self._loader.load(overlapped(spec, self._loader.builder.arch))
 
     def _start_one_by_one(self, layer: FewRowKernel | LinearKernel) -> tuple[Callable[[], None], Tensor]:
         x, weights, bias = self._inputs()
-        y, out, operands = self._empty(self._shape.out_features), self._empty(self._out_size()), self._operands()
-        follow, result = self._alone(y, out, operands)
+        y, out, operands = (
+            self._empty(self._shape.out_features),
+            self._empty(self._out_size()),
+            self._operands(len(weights)),
+        )
+        follow, result = self._alone(y, out)
 
         def run() -> None:
-            for weight in weights:
+            for weight, others_given in zip(weights, operands, strict=True):
                 layer(x, weight, bias, y)
-                follow()
+                follow(others_given)
 
         return run, result[:, : self._compared()]
 
-    def _alone(self, y: Tensor, out: Tensor, operands: dict[str, Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Returns the launches of the op's own kernels on the layer's outputs ``y``, and the tensor they fill."""
+    def _alone(self, y: Tensor, out: Tensor) -> tuple[Callable[[dict[str, Tensor]], None], Tensor]:
+        """Returns the launches of the op's own kernels on the layer's outputs ``y``, which take its other operands, and
+        the tensor they fill."""
         finish = self._finish
         kernels = [self._loader.load(spec) for spec in self.specs_alone()]
         if finish is None:
-            return lambda: None, y
+            return lambda operands: None, y
         if isinstance(finish, Activate):
-            return partial(ActivationKernel(kernels[0]), y, out), out
+            activation = ActivationKernel(kernels[0])
+            return lambda operands: activation(y, out), out
         if not isinstance(finish, AddAndNorm):
-            return partial(QkvKernel(kernels[0]), y, **operands), y
-
-        def weights(prefix: str) -> tuple[Tensor | None, Tensor | None]:
-            return operands.get(f"{prefix}_weight"), operands.get(f"{prefix}_bias")
-
+            qkv = QkvKernel(kernels[0])
+            return lambda operands: qkv(y, **operands), y
         *first, last = (NormKernel(kernel) for kernel in kernels)
 
-        def add_and_norm() -> None:
+        def add_and_norm(operands: dict[str, Tensor]) -> None:
             for norm in first:
-                norm(y, *weights("first_norm"), y)
-            last(y, *weights("norm"), out, operands["residual"])
+                norm(y, operands.get("first_norm_weight"), operands.get("first_norm_bias"), y)
+            last(y, operands.get("norm_weight"), operands.get("norm_bias"), out, operands["residual"])
 
         return add_and_norm, out
 
@@ -155,8 +163,15 @@ class _Trial:
             return self._out_size()
         return finish.num_heads * finish.head_dim
 
-    def _operands(self) -> dict[str, Tensor]:
-        """Returns what the op takes beside the layer's outputs."""
+    def _operands(self, count: int) -> list[dict[str, Tensor]]:
+        """Returns what the op takes beside the layer's outputs, for each of ``count`` layers. Each has a residual
+        stream of its own: rounding errors of sums would grow from layer to layer, until equal results seem different.
+        """
+        first = self._first_operands()
+        residuals = [{"residual": first["residual"].clone()} if "residual" in first else {} for _ in range(count)]
+        return [first | own for own in residuals]
+
+    def _first_operands(self) -> dict[str, Tensor]:
         finish, num_rows, device = self._finish, self._num_rows, self._device
         if finish is None or isinstance(finish, Activate):
             return {}
