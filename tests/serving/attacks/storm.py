@@ -45,6 +45,8 @@ FLAGS = (
 HANG_S = 120.0
 # How long an attack that has begun may go on after the end of its turn; then its clients leave.
 GRACE_S = 5.0
+# Priority of attackers, and of the processes that compute in their place: the least. Real ones are other machines.
+_NICE = 19
 # How much shorter turns without attacks are.
 _CONTROL_SHARE = 0.25
 # Most that all processes of the server may take beyond their memory before: 256 MiB of bodies, parsed bodies of four
@@ -146,21 +148,11 @@ async def honest(
     await asyncio.gather(probing, *(client() for _ in range(num_streams)))
 
 
-def yield_processor() -> None:
-    """Lets this process run only where nothing of the server or of honest clients can: real attackers are other
-    machines. Where a system has no such class of processes, it gets the least priority.
-    """
-    if hasattr(os, "SCHED_IDLE"):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    else:
-        os.nice(19)
-
-
 def attack(kind: int, target: Target, seconds: float, is_large: bool, seed: int, found: Queue[Counter[str]]) -> None:
     """Repeats the attacks of one of ``MODULES`` for ``seconds``, each on its own, and counts how they ended. Runs in
     another process.
     """
-    yield_processor()
+    os.nice(_NICE)
     happened: Counter[str] = Counter()
 
     async def repeat(name: str, one: Attack, rng: random.Random) -> None:
@@ -188,7 +180,7 @@ def attack(kind: int, target: Target, seconds: float, is_large: bool, seed: int,
 
 def compute(seconds: float) -> None:
     """Computes for ``seconds``, in another process."""
-    yield_processor()
+    os.nice(_NICE)
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         sum(range(100_000))
