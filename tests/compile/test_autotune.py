@@ -488,3 +488,5 @@ def test_candidates_of_tiles_are_distinct_and_begin_with_the_default() -> None:
             assert found[0] == default
             assert len(set(found)) == len(found)
             assert all(min(each.block_m, each.block_n) >= 16 and each.num_stages >= 1 for each in found)
+            halved = [each.block_n for each in found if each.block_n < default.block_n]
+            assert halved == ([default.block_n // 2] if default.block_n > 16 else [])

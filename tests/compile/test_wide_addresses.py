@@ -260,6 +260,19 @@ def test_rows_of_an_embedding(loader: KernelLoader, table_dtype: WeightOnlyForma
     assert torch.equal(out, drawn)
 
 
+def test_rows_of_positions(loader: KernelLoader) -> None:
+    size, num_positions = 64, WIDE // 64 + 4
+    table, position_table = torch.randn(4, size).half(), wide(num_positions, size)
+    positions = torch.tensor([num_positions - 3, 0, num_positions - 5], dtype=torch.int32)
+    position_table[positions.long() + 2] = torch.randn(3, size).half()
+    out = torch.full((3, size), torch.nan).half()
+    kernel = EmbeddingKernel(loader.load(embedding_spec(size, "fp16", position_offset=2)))
+    kernel(
+        torch.arange(3).int(), torch.full((3,), -1).int(), torch.zeros(1).int(), table, out, positions, position_table
+    )
+    assert torch.equal(out, table[:3] + position_table[positions.long() + 2])
+
+
 def test_rows_of_a_gather(loader: KernelLoader) -> None:
     size, num_rows = 64, WIDE // 64 + 4
     table, which = wide(num_rows, size), torch.tensor([num_rows - 1, 0, num_rows - 3], dtype=torch.int32)

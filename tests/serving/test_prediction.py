@@ -119,6 +119,21 @@ def test_the_gap_that_is_predicted_is_that_of_the_steps_with_one_more_answer() -
     assert found.gap_s == pytest.approx(np.median(newest.output().metrics.gaps_s), rel=0.1)
 
 
+def test_a_request_holds_its_prompt_and_what_it_has_generated() -> None:
+    watched = Watched(token_budget=512, max_num_seqs=8, num_blocks=8000)
+    watched.serve([Arrival(0.1 * each, [each + 1] * 20, SamplingParams(max_new_tokens=60)) for each in range(20)])
+    engine, clock = watched.device.engine, watched.device.clock
+    generation = engine.submit([7] * 20, SamplingParams(max_new_tokens=600))
+    watched.open.append((generation, watched.load.submitted(20, 600, 1, 0, clock.now_s)))
+    watched._run(clock.now_s + 1.0)
+    ((num_left, num_seqs, num_held),) = watched.load._decoding(clock.now_s)
+    num_generated = len(generation.completions[0].token_ids)
+    assert 50 < num_generated < 300
+    assert num_seqs == 1
+    assert num_held == pytest.approx(20 + num_generated, rel=0.1)
+    assert num_left == pytest.approx(600 - num_generated, rel=0.1)
+
+
 def test_a_request_of_several_answers_begins_with_the_first_free_slot() -> None:
     watched = Watched(token_budget=512, max_num_seqs=8, num_blocks=8000)
     running = [Arrival(0.01 * each, [each + 1] * 20, SamplingParams(max_new_tokens=600)) for each in range(6)]

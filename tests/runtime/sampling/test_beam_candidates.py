@@ -111,3 +111,12 @@ def test_log_probabilities_are_the_models_own(count: int) -> None:
         others = [token_id for token_id in order if token_id != each.token_id][:count]
         assert list(each.logprobs) == [each.token_id, *others]
         assert list(each.logprobs.values()) == pytest.approx(expected[list(each.logprobs)].tolist())
+
+
+def test_each_beam_reports_as_many_alternatives_as_it_asks_for() -> None:
+    asked = [2, 6, None]
+    found = candidates(torch.randn(3, VOCAB_SIZE), [beam(logprobs=count) for count in asked])
+    for count, row in zip(asked, found, strict=True):
+        reported = [each.logprobs for each in row]
+        assert len(reported) >= 4
+        assert [each if each is None else len(each) for each in reported] == [count and count + 1] * len(reported)

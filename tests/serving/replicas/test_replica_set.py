@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -199,6 +200,25 @@ def test_a_lost_request_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) 
                 await request.news()
             assert refused.value.retry_after_s == FACTS.load_s
             assert (replicas.num_open, noted.num_gone) == (0, 1)
+
+    run(test)
+
+
+def test_a_request_waits_as_long_as_replicas_take_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_set, "_MIN_WAIT_S", 0.0)
+    monkeypatch.setattr(replica_set, "_WAIT_LOADS", 0.4 / FACTS.load_s)
+
+    async def test() -> None:
+        a = PlayedReplica("a")
+        async with played_set(a) as (replicas, handle, _):
+            request = submit(replicas)
+            await where(request, a)
+            handle.remove("a")
+            a.close()
+            began_s = time.monotonic()
+            with pytest.raises(UnavailableError, match="no replica was ready"):
+                await request.news()
+            assert time.monotonic() - began_s > 0.3
 
     run(test)
 
