@@ -7,6 +7,7 @@ import json
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx2
 import openai
 import pytest
 
@@ -388,3 +389,20 @@ def test_a_path_of_openais_that_is_not_served_says_what_to_do(
     assert answer.status == 404
     assert why in error["message"]
     assert ";" in error["message"]  # and what to do
+
+
+def test_requests_are_counted_by_their_status(server: ServerProcess) -> None:
+    def counted(route: str, status: int) -> float:
+        wanted = {f'route="{route}"', f'status="{status}"'}
+        lines = httpx2.get(f"{server.address}/metrics").text.splitlines()
+        found = [line for line in lines if line.startswith("fastgen_http_requests_total{") and wanted <= labels(line)]
+        return sum(float(line.rpartition(" ")[2]) for line in found)
+
+    def labels(line: str) -> set[str]:
+        return set(line.partition("{")[2].partition("}")[0].split(","))
+
+    asked = [("/v1/completions", 400), ("/version", 200)]
+    before = [counted(*each) for each in asked]
+    assert httpx2.post(f"{server.address}/v1/completions", json={"surprise": 1}).status_code == 400
+    assert httpx2.get(f"{server.address}/version").status_code == 200
+    assert [counted(*each) for each in asked] == [each + 1 for each in before]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.serving.tools.calls import Arguments, CallBegins, CallEnds, Content, ToolCallParser
+from fastgen.serving.tools.calls import Arguments, CallBegins, CallEnds, Content, Event, ToolCallParser
 from fastgen.serving.tools.formats import TOOL_FORMATS, NamedCall, ObjectCall, ToolFormat, tool_format_of
 
 NAMES = ("look_up", "add")
@@ -52,6 +52,11 @@ def written(tool_format: ToolFormat, calls: list[Call]) -> str:
     return tool_format.opening + tool_format.separator.join(each) + tool_format.closing
 
 
+def parser_events(tool_format: ToolFormat, text: str) -> list[Event]:
+    parser = ToolCallParser(tool_format, NAMES)
+    return parser.feed(text) + parser.finish()
+
+
 formats = pytest.mark.parametrize("tool_format", TOOL_FORMATS.values(), ids=TOOL_FORMATS)
 json_objects = st.dictionaries(
     st.text(max_size=8),
@@ -81,9 +86,10 @@ def test_calls_are_read_as_they_were_written(tool_format: ToolFormat, data: st.D
 @formats
 def test_pieces_that_come_together_are_one_event(tool_format: ToolFormat) -> None:
     arguments = '{"city": "Pa\\"r}is", "n": [1, {"a": null}]}'
-    parser = ToolCallParser(tool_format, NAMES)
-    events = parser.feed("I look it up." + written(tool_format, [("look_up", arguments)])) + parser.finish()
+    events = parser_events(tool_format, "I look it up." + written(tool_format, [("look_up", arguments)]))
     assert events == [Content("I look it up."), CallBegins(0, "look_up"), Arguments(0, arguments), CallEnds(0)]
+    no_call = f"{tool_format.opening}no"
+    assert parser_events(tool_format, no_call) == [Content(no_call)], "its opening is content when the rest is known"
 
 
 @formats

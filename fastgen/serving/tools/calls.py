@@ -214,12 +214,10 @@ class ToolCallParser:
     # --- emitting events
 
     def _emit(self, event: Event) -> None:
-        """Adds an event; consecutive pieces of the same text are merged."""
+        """Adds an event; consecutive pieces of content are merged."""
         last = self._events[-1] if self._events else None
-        is_more = isinstance(event, Content) and isinstance(last, Content)
-        is_more |= isinstance(event, Arguments) and isinstance(last, Arguments) and last.index == event.index
-        if is_more:
-            last.text += event.text  # type: ignore[union-attr]
+        if isinstance(event, Content) and isinstance(last, Content):
+            last.text += event.text
         else:
             self._events.append(event)
 

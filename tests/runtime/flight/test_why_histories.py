@@ -10,7 +10,9 @@ from functools import cache
 import pytest
 
 from fastgen.runtime.answers.generation import Generation
+from fastgen.runtime.flight import step_times
 from fastgen.runtime.flight.recording import Recording
+from fastgen.runtime.flight.step_times import ExpectedTimes, measured_steps
 from fastgen.runtime.flight.time_account import Span
 from fastgen.runtime.flight.why import Why, why
 from fastgen.runtime.flight.why_text import as_text
@@ -54,6 +56,15 @@ def test_shares_sum_to_the_whole(seed: int) -> None:
             if span.shares:
                 assert sum(span.percentages.values()) == 100
         assert name.split(".")[0] in as_text(facts)
+
+
+def test_times_are_expected_where_there_are_enough_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, recording = lived(0)
+    steps = [step for step, _ in measured_steps(recording, ())]
+    for least, is_known in ((len(steps), True), (len(steps) + 1, False)):
+        monkeypatch.setattr(step_times, "_LEAST_STEPS", least)
+        times = ExpectedTimes(recording)
+        assert (times.of(steps[0]) is not None) == is_known
 
 
 @pytest.mark.parametrize("seed", SEEDS)
