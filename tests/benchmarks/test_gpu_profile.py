@@ -14,11 +14,14 @@ import torch
 from benchmarks.gpu import part, prebuilt, sanitize
 from benchmarks.gpu.gates import GateError, excess, gate, run_repeatedly
 from benchmarks.gpu.measuring import make_bench
-from benchmarks.gpu.step_profile import Event, rows_of
+from benchmarks.gpu.step_profile import Event, moved_bytes, rows_of
 from fastgen.compile.build.autotune import Tuning
 from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder
+from fastgen.compile.ops.linear.tiling import FewRowShape, SplitK
+from fastgen.compile.ops.linear.triton import few_row_specs
+from fastgen.compile.ops.sampling.triton import sampling_specs
 from tests.compile.norms import norm_spec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +53,26 @@ def test_times_gaps_and_bytes_are_those_of_one_step() -> None:
     assert norm["fraction_of_copy"] == 3.2
     sums = {"seconds": 3.0, "end_seconds": 4.25, "gap_seconds": 1.25, "launches": 2.0, "bytes": 5e9}
     assert step == {"case": "batch 1: step", **sums}
+
+
+def test_of_parts_of_a_linear_layer_only_those_of_the_batch_are_moved() -> None:
+    """A workspace has room for as many rows as a tile."""
+    split = SplitK(block_n=64, block_k=32, num_splits=3, num_warps=4, num_stages=3)
+    specs = few_row_specs(FewRowShape(128, 96, "fp32"), 2, split)
+    x, weight, out, workspace = torch.zeros(2, 96), torch.zeros(128, 96), torch.zeros(2, 128), torch.zeros(3 * 16 * 128)
+    parts = 4 * 3 * 2 * 128
+    assert specs.reduce is not None
+    assert moved_bytes(specs.main, (2, 3), (x, weight, workspace, 2)) == 4 * (2 * 96 + 128 * 96) + parts
+    assert moved_bytes(specs.reduce, (2, 1), (workspace, out, 2)) == parts + 4 * 2 * 128
+
+
+def test_sampling_moves_the_logits_of_the_batch() -> None:
+    specs = sampling_specs(1000)
+    slices = specs.scan.parameters["slices"]
+    assert isinstance(slices, int)
+    for spec in (specs.scan, specs.draw):
+        assert 4 * 3 * 1000 <= moved_bytes(spec, (3 * slices,), ()) < 4 * 3 * (1000 + slices * 1024)
+    assert moved_bytes(specs.choose, (3,), ()) == 0
 
 
 def test_a_kernel_that_waits_for_another_costs_what_it_ends_later() -> None:
