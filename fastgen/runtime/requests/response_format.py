@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.requests.json_bounds import bound_not_followed
 
 # Most characters of a schema as JSON text, a pattern or a grammar.
 MAX_CHARACTERS = 200_000
@@ -154,7 +155,10 @@ def _of_schema(where: str, holder: Mapping[str, Any]) -> ResponseFormat:
         raise InvalidArgumentError(f"{where}: the schema is not JSON: {error}") from None
     except RecursionError:
         raise InvalidArgumentError(f"{where}: the schema is nested too deeply") from None
-    return ResponseFormat("json_schema", text)
+    found = ResponseFormat("json_schema", text)
+    if (why := bound_not_followed(schema)) is not None:
+        raise InvalidArgumentError(f"{where}: {why}")
+    return found
 
 
 def _regex(value: Mapping[str, Any]) -> ResponseFormat:

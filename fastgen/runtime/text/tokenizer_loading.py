@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ _TOKENIZER_FILES = (
 _GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 # What transformers asks of a model's config to choose the class of its tokenizer.
 _CONFIG_KEYS = ("model_type", "model_name", "tokenizer_class")
+# transformers imports its modules when they are first used, which fails in several threads at once.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def load_tokenizer(directory: Path, config: Mapping[str, Any], tokenizer_class: str = "") -> Any:
@@ -35,10 +38,11 @@ def load_tokenizer(directory: Path, config: Mapping[str, Any], tokenizer_class: 
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:
-        if tokenizer_class in _GENERIC_CLASSES:
-            tokenizer = import_generic_tokenizer().from_pretrained(str(directory), local_files_only=True)
-        else:
-            tokenizer = _chosen(directory, config)
+        with _ONE_AT_A_TIME:
+            if tokenizer_class in _GENERIC_CLASSES:
+                tokenizer = import_generic_tokenizer().from_pretrained(str(directory), local_files_only=True)
+            else:
+                tokenizer = _chosen(directory, config)
         check_tokenizer(tokenizer)
     except Exception as error:  # the library raises anything from KeyError to its Rust part's own exceptions
         raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {error}") from error

@@ -7,6 +7,7 @@ from functools import cache
 
 from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.spec import power_of_2
+from fastgen.errors import InvalidArgumentError
 from fastgen.version import installed_version
 
 
@@ -182,7 +183,9 @@ def _stage_step(tiling: Tiling) -> int:
 def _smallest_that_holds(tilings: dict[int, Tiling], gathered: dict[int, Tiling], shape: AttentionShape) -> Tiling:
     size = max(shape.head_dim, shape.v_dim)
     if size > max(tilings):
-        raise ValueError(f"{shape}: heads of more than {max(tilings)} features do not fit")
+        raise InvalidArgumentError(
+            f"attention's heads have {size} features, and on a GPU at most {max(tilings)} fit; run this model on a CPU"
+        )
     limit = min(limit for limit in tilings if limit >= size)
     return gathered.get(limit, tilings[limit]) if shape.block_size < tilings[limit].block_n else tilings[limit]
 
