@@ -115,8 +115,6 @@ def test_a_cpu_needs_a_measurement(run, tmp_path: Path) -> None:
 def test_heads_that_fit_no_gpu_are_refused_in_one_sentence(run, tmp_path: Path) -> None:
     config = json.loads((BUILTINS["tiny-llama"] / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 600}), encoding="utf-8")
-    failed = run(
-        "plan", str(tmp_path), "--device", "H100", "--prompt", "30", "--answer", "10", "--no-simulate", status=1
-    )
+    failed = run("plan", str(tmp_path), "--device", "H100", "--prompt", "30", "--answer", "10", "--no-simulate")
     assert failed.status == 1
     assert "heads have 600 features, and on a GPU at most 576 fit" in failed.err
