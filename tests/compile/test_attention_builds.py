@@ -154,7 +154,7 @@ def test_impossible_shapes_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="AttentionShape"):
             shape_of(**changes)
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="700 features, and on a GPU at most 576 fit"):
         chunk_tiling(shape_of(head_dim=700, dtype="bf16"), "sm_90")
 
 
