@@ -18,7 +18,8 @@ def bound_not_followed(schema: Any) -> str | None:
     """Returns why a bound in ``schema`` would not be followed; ``None`` where all are.
 
     llguidance holds bounds as doubles, and those of integers in 64 bits. Between an exclusive bound that is whole and
-    another bound less than 1 away it lets the exclusive one through. Integers of at most -2^63 end its process.
+    another bound less than 1 away it lets the exclusive one through. Integers of at most -2^63 end its process. Each
+    object is looked at by itself: what ``allOf`` or ``$ref`` joins from two is not found.
     """
     stack = [schema]
     while stack:
