@@ -61,7 +61,7 @@ def _headers(checkpoint: str) -> tuple[Headers, str]:
     from fastgen.models.checkpoint.hub import locate
     from fastgen.recipe_tools.propose.remote import read_remote
 
-    if not os.path.isdir(os.path.expanduser(checkpoint)) and checkpoint not in BUILTINS:
+    if not os.path.exists(os.path.expanduser(checkpoint)) and checkpoint not in BUILTINS:
         return read_remote(checkpoint), checkpoint
     opened = Checkpoint.open(locate(checkpoint))
     shapes = {name: header.shape for name, header in opened.tensors.items()}

@@ -23,6 +23,7 @@ _VOCAB: Final = 160
 _WINDOW: Final = 11  # tokens; fewer than the shortest prompt of a verification has
 _LAYERS: Final = 4
 _EXPERTS: Final = 8
+_LEAST_POSITIONS: Final = 48  # tokens; the prompts of a verification and what follows them need fewer
 _SMALLEST: Final = 8  # features of a feed-forward or a latent vector
 
 _HEAD_SIZES: Final = ("head_dim", "rotary_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -33,7 +34,7 @@ _OF_LAYERS: Final = re.compile("layer|pattern|interval|step|dense|every|freq|per
 
 
 def shrunk(config: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``config`` with smaller numbers where it is large.
+    """Returns ``config`` with smaller numbers where it is large, and with room for the prompts of a verification.
 
     ``whole`` is the same configuration with all that its class fills in.
     """
@@ -45,6 +46,9 @@ def shrunk(config: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any
     if name is not None and config[name] > _VOCAB:
         smaller[name] = _VOCAB
         smaller |= {key: None if key == "pad_token_id" else 0 for key in TOKEN_IDS if key in config}
+    name = _stated("max_positions", config)
+    if name is not None and config[name] < _LEAST_POSITIONS:
+        smaller[name] = _LEAST_POSITIONS
     window = config.get("sliding_window")
     if _is_count(window) and window > _WINDOW:
         smaller["sliding_window"] = _WINDOW
@@ -52,7 +56,7 @@ def shrunk(config: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any
 
 
 def differences(config: Mapping[str, Any], smaller: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns the numbers that were made smaller: by key the old and the new one."""
+    """Returns the numbers that were changed: by key the old and the new one."""
     return {key: (config[key], value) for key, value in smaller.items() if value != config[key] and _is_count(value)}
 
 

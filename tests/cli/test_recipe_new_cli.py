@@ -93,6 +93,12 @@ def test_bad_input_is_an_error(files: dict[str, bytes], message: str, run: Run, 
     assert not (tmp_path / "x.yaml").exists()
 
 
+def test_a_file_is_not_looked_for_on_the_hub(run: Run, directory: Path, tmp_path: Path) -> None:
+    finished = run("recipe", "new", str(directory / "config.json"), "-o", str(tmp_path / "x.yaml"))
+    assert finished.status == 1
+    assert "it is one file of a model; give the directory" in finished.err
+
+
 def test_a_hub_id_without_a_network_is_told(run: Run, tmp_path: Path) -> None:
     finished = run("recipe", "new", "someone/something", "-o", str(tmp_path / "x.yaml"))
     assert finished.status == 1

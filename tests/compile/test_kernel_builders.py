@@ -109,15 +109,26 @@ def test_another_installation_of_the_same_triton_has_entries_of_its_own(tmp_path
     assert KernelLoader(builder, cache=cache).build([a_norm()]) == [entry]
 
 
-@pytest.mark.parametrize("searched", [{"CXX": "no-such-compiler"}, {"PATH": ""}])
-def test_without_a_compiler_one_sentence_says_so(monkeypatch, searched) -> None:
+_SET_CXX = "of a C\\+\\+ compiler, without options, or unset it$"
+
+
+@pytest.mark.parametrize(
+    ("searched", "message"),
+    [
+        ({"PATH": ""}, r"^no C\+\+ compiler \(.*\): .* Install g\+\+ or clang\+\+$"),
+        ({"CXX": "no-such-compiler"}, rf"^CXX='no-such-compiler' names no program, .*{_SET_CXX}"),
+        ({"CXX": "g++ -O2"}, rf"^CXX='g\+\+ -O2' names no program, .*{_SET_CXX}"),
+        ({"CXX": "false"}, r"/false is no C\+\+ compiler: it does not answer --version. Install .*, or set CXX$"),
+    ],
+)
+def test_without_a_compiler_one_sentence_says_so(monkeypatch, searched, message) -> None:
     find_compiler.cache_clear()
     monkeypatch.delenv("CXX", raising=False)
     for name, value in searched.items():
         monkeypatch.setenv(name, value)
     try:
-        with pytest.raises(CompilerNotFoundError, match=r"^no C\+\+ compiler \(.*\): .* Install g\+\+ or clang\+\+$"):
-            CppBuilder("portable")
+        with pytest.raises(CompilerNotFoundError, match=message):
+            CppBuilder("portable").versions()
     finally:
         find_compiler.cache_clear()
 

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 
 from fastgen.errors import CheckpointError, RecipeError
 from fastgen.models.checkpoint.checkpoint import Checkpoint, checkpoint_dtype, read_json_object
+from fastgen.models.checkpoint.tensor_files import Read, read_headers, stream_tensors
 from fastgen.models.checkpoint.weights import WeightSlot, load_weights
 from fastgen.models.spec import NodeRef, TensorSpec
 
@@ -468,6 +469,17 @@ def test_a_pickle_that_would_run_code(tmp_path: Path, how: str) -> None:
     assert not mark.exists()
     assert "pytorch_model.bin: refused" in message
     assert "posix.system" in message or how == "bare pickle"
+
+
+def test_a_bin_whose_tensors_have_no_numbers(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2), "b": torch.ones(2, 3, device="meta")}, tmp_path / "pytorch_model.bin")
+    header = read_headers(tmp_path / "pytorch_model.bin")["b"]
+    for ranges in (None, (((0, 1),), ((0, 3),))):
+        reads = [Read("b", header, ranges)]
+        with pytest.raises(
+            CheckpointError, match=r"model.bin: tensor 'b' has a shape and no numbers: it was saved from"
+        ):
+            list(stream_tensors(header.file, reads, window_bytes=100))
 
 
 def test_a_pickle_that_is_exchanged_after_its_headers_were_read(tmp_path: Path) -> None:

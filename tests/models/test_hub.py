@@ -335,12 +335,14 @@ def test_a_path_that_is_not_there(builtin: Path, model: str) -> None:
     assert len(str(caught.value)) < 700
 
 
-def test_a_file_is_no_model(builtin: Path) -> None:
+def test_a_file_is_no_model(builtin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelNotFoundError, match="it is one file of a model; give the directory"):
         hub.locate(builtin / "config.json")
     (builtin / "notes").touch()
-    with pytest.raises(ModelNotFoundError, match="It is a file; give the directory"):
-        hub.locate(builtin / "notes")
+    monkeypatch.chdir(builtin.parent)
+    for path in (str(builtin / "notes"), f"{builtin.name}/notes"):  # the second could be a hub id
+        with pytest.raises(ModelNotFoundError, match=r"/notes: It is a file; give the directory it is in$"):
+            hub.locate(path)
 
 
 @pytest.mark.parametrize("typed", ["tiny-lama", "tiny_llama", "Tiny-Llama", "tinyllama"])

@@ -92,6 +92,13 @@ def test_factors_for_each_pair_of_features_keep_the_size_of_a_head() -> None:
     assert found["hidden_size"] // found["num_attention_heads"] == 128
 
 
+@pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])
+def test_there_is_room_for_the_prompts(key: str) -> None:
+    config = {name: value for name, value in LLAMA.items() if name != "max_position_embeddings"}
+    assert shrunk(config | {key: 20}, config | {key: 20})[key] == 48
+    assert shrunk(config | {key: 4096}, config | {key: 4096})[key] == 4096
+
+
 def test_a_small_configuration_stays_as_it_is() -> None:
     config = {
         **{"vocab_size": 97, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3},

@@ -101,9 +101,13 @@ def find_compiler() -> str:
     for name in (given,) if given else _COMPILERS:
         if found := shutil.which(name):
             return found
-    looked_for = f"CXX={given}" if given else ", ".join(_COMPILERS)
+    if given:
+        raise CompilerNotFoundError(
+            f"CXX={given!r} names no program, so kernels of the cpp target cannot be built. Set it to the name or the "
+            f"path of a C++ compiler, without options, or unset it"
+        )
     raise CompilerNotFoundError(
-        f"no C++ compiler ({looked_for}): kernels of the cpp target cannot be built. Install g++ or clang++"
+        f"no C++ compiler ({', '.join(_COMPILERS)}): kernels of the cpp target cannot be built. Install g++ or clang++"
     )
 
 
@@ -229,8 +233,14 @@ def _convert(argument: Any, dtype: torch.dtype | None) -> Any:
 
 @cache
 def _version(compiler: str) -> str:
-    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()[0]
+    """Returns the first line of what a compiler says of itself. Raises :class:`CompilerNotFoundError`."""
+    try:
+        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        raise CompilerNotFoundError(
+            f"{compiler} is no C++ compiler: it does not answer --version. Install g++ or clang++, or set CXX"
+        ) from None
 
 
 def _first_error(log: str, status: int) -> str:

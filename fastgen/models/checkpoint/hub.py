@@ -61,7 +61,8 @@ def locate(model: str | Path, *, revision: str | None = None, with_weights: bool
     if name in BUILTINS:
         _refuse_revision(revision, f"{name} is built in")
         return BUILTINS[name]
-    if name and os.path.isfile(directory) and (kind := other_file(directory)):
+    if name and os.path.isfile(directory):
+        kind = other_file(directory) or "It is a file; give the directory it is in"
         raise ModelNotFoundError(f"{directory.absolute()}: {kind}")
     return _from_hub(name, revision, with_weights)
 
@@ -88,8 +89,7 @@ def _refusal(repository: str, revision: str | None, error: Exception) -> str | N
     """Returns why the hub refuses the repository, and what to do; ``None`` if the hub did not answer."""
     nowhere_else = f"{_shown(repository)} is not a directory on this machine, not a built-in ({', '.join(BUILTINS)})"
     if isinstance(error, HFValidationError):
-        is_file = " It is a file; give the directory it is in." if os.path.isfile(repository) else ""
-        return f"{nowhere_else}, and not a hub id of the form owner/name.{is_file}"
+        return f"{nowhere_else}, and not a hub id of the form owner/name."
     page = f"{constants.ENDPOINT}/{repository}"
     if isinstance(error, RevisionNotFoundError):
         return f"{page} has no revision {revision!r}: name a branch, a tag or a full commit hash."

@@ -173,10 +173,15 @@ def _open_torch(file: Path) -> Iterator[Callable[[Read], Tensor]]:
     table = _explained(file, lambda: torch.load(file, map_location="cpu", weights_only=True, mmap=mapped))
 
     def take(read: Read) -> Tensor:
+        stored: Tensor = table[read.name]
+        if stored.is_meta:
+            raise CheckpointError(
+                f"{file}: tensor {read.name!r} has a shape and no numbers: it was saved from the meta device"
+            )
         if read.ranges is None:
-            whole: Tensor = table.pop(read.name)
-            return whole
-        return _joined(table[read.name], read.ranges).clone()
+            del table[read.name]
+            return stored
+        return _joined(stored, read.ranges).clone()
 
     yield take
 
