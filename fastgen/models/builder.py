@@ -11,7 +11,7 @@ import torch
 from fastgen.compile.backends.backend import Backend
 from fastgen.compile.backends.modules.collectives import HeadsOfRank, RankNorm
 from fastgen.compile.backends.modules.stored import NormParameters
-from fastgen.compile.backends.ops import LinearAddNormOp, LinearOp, NormOp, NormWeights, Table
+from fastgen.compile.backends.ops import AllReduceOp, LinearAddNormOp, LinearOp, NormOp, NormWeights, Table
 from fastgen.compile.backends.reference import REFERENCE
 from fastgen.compile.ops.activation.reference import ACTIVATIONS
 from fastgen.compile.ops.attention.reference import Alibi
@@ -151,7 +151,7 @@ class _Builder:
         added = None
         if project is not None and positions is not None:
             added = self.ops.positions(positions, offset, needed_by=positions_needed_by)
-        sum_ranks = self.backend.all_reduce() if spec.sum_ranks else None
+        sum_ranks = self.sum_ranks() if spec.sum_ranks else None
         return Embedding(look_up, sum_ranks=sum_ranks, project=project, positions=added, norm=norm)
 
     def head(self, spec: HeadSpec, tokens: Table) -> Head:
@@ -159,8 +159,12 @@ class _Builder:
         project = self.linear([spec.project]) if spec.project else None
         logits = self.ops.head(table, self.shapes.head(spec))
         self.claim(spec.bias, logits.bias_slot)
-        gather = self.backend.gather() if spec.gather_ranks else None
+        gather = self.backend.gather(self.spec.rank.count) if spec.gather_ranks else None
         return Head(logits, project=project, gather_ranks=gather, vocab_size=self.spec.vocab_size)
+
+    def sum_ranks(self) -> AllReduceOp:
+        """Returns the sum of activations over the ranks."""
+        return self.backend.all_reduce(self.spec.rank.count, self.backend.activation_dtype(self.dtype))
 
     def branch(self, spec: BranchSpec, norm_behind: NormSpec | None) -> Branch:
         """Returns a branch, whose sum the stream's next reader norms by ``norm_behind`` if there is one."""
@@ -173,7 +177,7 @@ class _Builder:
             read,
             parts,
             add_part=self.ops.add(needed_by=self.pending.needed_by) if len(parts) > 1 else None,
-            sum_ranks=self.backend.all_reduce() if spec.sum_ranks else None,
+            sum_ranks=self.sum_ranks() if spec.sum_ranks else None,
             output_norm=output_norm,
             read_sum=self.read(spec.sum_norm) if spec.sum_norm else None,
         )

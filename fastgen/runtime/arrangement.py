@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from fastgen.arguments import parse_bytes
-from fastgen.compile.host.device import Device
+from fastgen.compile.host.device import Device, current
+from fastgen.compile.host.group_ranks import MeetingPoint
 from fastgen.errors import InvalidArgumentError
 from fastgen.models.measure import ModelBuild
 from fastgen.models.shard.shard import shard
@@ -27,18 +30,35 @@ def check_arrangement(options: LoadOptions, device: Device) -> None:
     if count == 1:
         return
     if device.kind == "cuda":
-        num_devices = torch.cuda.device_count()
-        raise InvalidArgumentError(
-            f"tensor_parallel={count}: this version shares a model over processes of a CPU only, and the device is "
-            f"{device} (of {num_devices}); load with device='cpu', or with tensor_parallel=1"
-        )
-    if count > 2 * device.num_cores:
+        _check_gpus(count, device)
+    elif count > 2 * device.num_cores:
         raise InvalidArgumentError(
             f"tensor_parallel={count}: this machine has {device.num_cores} cores, and at most two ranks share one; ask "
             f"for at most {2 * device.num_cores}"
         )
     if options.sealed is not False:
         raise InvalidArgumentError(f"tensor_parallel={count}: a sealed bundle has the kernels of one rank only")
+
+
+def _check_gpus(count: int, device: Device) -> None:
+    """Raises :class:`InvalidArgumentError` unless there are ``count`` equal GPUs from ``device`` on."""
+    first, end = device.index or 0, torch.cuda.device_count()
+    if first + count > end:
+        behind = f" from {device} on" if first else ""
+        raise InvalidArgumentError(
+            f"tensor_parallel={count}: each rank needs a GPU, and this machine has {end - first}{behind}; ask for at "
+            f"most {end - first}, or load with device='cpu'"
+        )
+    for index in range(first + 1, first + count):
+        other = current(f"cuda:{index}")
+        if (other.name, other.memory_bytes) != (device.name, device.memory_bytes):
+            raise InvalidArgumentError(
+                f"tensor_parallel={count}: ranks need equal GPUs, and {device} is {device.name} of "
+                f"{device.memory_bytes:,} bytes, {other} {other.name} of {other.memory_bytes:,} bytes; choose others "
+                f"by CUDA_VISIBLE_DEVICES"
+            )
+    if not torch.distributed.is_nccl_available():
+        raise InvalidArgumentError(f"tensor_parallel={count}: this torch ({torch.__version__}) is built without NCCL")
 
 
 def threads_of_rank(options: LoadOptions, device: Device) -> int | None:
@@ -69,7 +89,7 @@ def start_team(
     ledger: Ledger,
 ) -> Team:
     """Starts the other ranks of the model, of which ``described`` is the part of rank 0. They load meanwhile."""
-    count, files = described.spec.rank.count, file_states(source.checkpoint)
+    count, files, meeting = described.spec.rank.count, file_states(source.checkpoint), _meeting_point(device)
     setups = [
         RankSetup(
             version=__version__,
@@ -77,10 +97,18 @@ def start_team(
             config=config,
             checkpoint=source.checkpoint,
             files=files,
-            device=device,
+            device=device if device.index is None else replace(device, index=device.index + index),
             num_threads=num_threads,
             activation_bytes=ledger.size_bytes("activations"),
+            meeting=meeting,
         )
         for index in range(1, count)
     ]
     return Team(setups)
+
+
+def _meeting_point(device: Device) -> MeetingPoint | None:
+    """Returns where ranks with a GPU each meet; ``None`` on a CPU, where they share memory."""
+    if device.kind == "cpu":
+        return None
+    return MeetingPoint("nccl", Path(tempfile.mkdtemp(prefix="fastgen-ranks-")) / "meeting")

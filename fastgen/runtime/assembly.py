@@ -118,7 +118,7 @@ def build_engine(
             else None
         ),
         drafter=drafter,
-        runs_ahead=sampler.slots is not None and team is None,
+        runs_ahead=sampler.slots is not None,
         ranks=spec.rank.count,
     )
 

@@ -293,7 +293,7 @@ class Engine:
         return self.runner.lost
 
     def close(self) -> None:
-        """Ends other processes that take part."""
+        """Releases captured steps, and ends other processes that take part. No step may follow."""
         self.runner.close()
 
     def check_integrity(self) -> None:

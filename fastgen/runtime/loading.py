@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from fastgen.arguments import takes
 from fastgen.compile.backends.choose import choose_backend, target_facts
 from fastgen.compile.host import device as devices
+from fastgen.errors import InvalidArgumentError
 from fastgen.models.measure import ModelBuild
 from fastgen.models.shard.shard import shard
 from fastgen.models.spec import Rank
@@ -32,6 +35,7 @@ def load(options: LoadOptions) -> LLM:
 
     Raises a :class:`fastgen.errors.FastgenError` that says what is wrong, where, and what to do.
     """
+    _check_defaults_of_torch()
     policy = choose_policy(options.policy, options.itl_target_ms)
     device = devices.current(options.device)
     check_arrangement(options, device)
@@ -71,8 +75,9 @@ def load(options: LoadOptions) -> LLM:
     team = None
     if options.tensor_parallel > 1:
         team = start_team(source, described, config, device, num_threads, ledger)
-        backend.ranks = team.own_ranks
     with devices.being_current(device.torch_device), ending_on_error(team):
+        if team is not None:
+            backend.ranks = team.connect(device.torch_device)
         engine = build_engine(
             described,
             config,
@@ -86,6 +91,22 @@ def load(options: LoadOptions) -> LLM:
             team=team,
         )
     return LLM(engine, codec, spec=source.spec, config=config, ledger=ledger, name=str(options.model))
+
+
+def _check_defaults_of_torch() -> None:
+    """Raises :class:`InvalidArgumentError` where the caller has changed what tensors are by default: fastgen and the
+    libraries below it would make them so."""
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    if dtype != torch.float32:
+        raise InvalidArgumentError(
+            f"torch's default dtype is {dtype}, and has to be torch.float32 while a model is loaded and used: call "
+            f"torch.set_default_dtype(torch.float32), and say dtype= to load"
+        )
+    if device.type != "cpu":
+        raise InvalidArgumentError(
+            f"torch's default device is {device}, and has to be the CPU while a model is loaded and used: call "
+            f"torch.set_default_device(None), or leave `with torch.device(...)`, and say device= to load"
+        )
 
 
 def _warn_of_unknown_ids(codec: TextCodec, vocab_size: int) -> None:

@@ -152,11 +152,13 @@ def test_sums_over_ranks_stand_between_a_linear_layer_and_the_norm() -> None:
         "rms_norm",
         *SPLIT_QKV,
         *SPLIT_LINEAR,
-        "all_reduce",
+        "all_gather",
+        "sum_parts",
         "rms_norm",
         *SPLIT_INWARD,
         *SPLIT_LINEAR,
-        "all_reduce",
+        "all_gather",
+        "sum_parts",
     ]
 
 

@@ -174,3 +174,27 @@ def test_the_end_of_text_is_forbidden_while_min_new_tokens_asks_for_more(directo
         output = llm.generate(PROMPT, max_new_tokens=9, logit_bias={2: 100}, min_new_tokens=4)
     assert output.finish_reason == "stop"
     assert [token_id == 2 for token_id in output.token_ids] == [False] * 4 + [True]
+
+
+def test_a_default_dtype_of_torch_that_is_changed_is_refused(directory: Path) -> None:
+    torch.set_default_dtype(torch.float16)
+    try:
+        with pytest.raises(InvalidArgumentError, match=r"torch's default dtype is torch.float16, .*say dtype= to load"):
+            fastgen.load(directory)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("by_call", [True, False])
+def test_a_default_device_of_torch_that_is_changed_is_refused(directory: Path, by_call: bool) -> None:
+    refused = pytest.raises(InvalidArgumentError, match=r"torch's default device is meta, .*say device= to load")
+    if by_call:
+        torch.set_default_device("meta")
+        try:
+            with refused:
+                fastgen.load(directory)
+        finally:
+            torch.set_default_device(None)
+    else:
+        with refused, torch.device("meta"):
+            fastgen.load(directory)

@@ -60,17 +60,17 @@ class Backend(ABC):
         """Returns the ranks that split the inputs of linear layers; ``None`` if nothing does."""
         return None if shape.sum_ranks is None else self.ranks
 
-    def all_reduce(self) -> AllReduceOp:
-        """Returns the sum over all ranks."""
+    def all_reduce(self, num_ranks: int, dtype: torch.dtype) -> AllReduceOp:
+        """Returns the sum over all ranks of numbers of ``dtype``."""
         return AllReduce(self.ranks)
 
-    def gather(self) -> GatherOp:
+    def gather(self, num_ranks: int) -> GatherOp:
         """Returns what gathers columns of all ranks on rank 0."""
         return Gather(self.ranks)
 
     def rank_norm(self, norms: Sequence[HeadsOfRank], num_ranks: int) -> RankNorm:
         """Returns the norms of queries and keys over the heads of all ranks."""
-        return RankNorm(self.all_reduce(), norms, num_ranks)
+        return RankNorm(self.all_reduce(num_ranks, torch.float32), norms, num_ranks)
 
     def kv_storage(
         self,

@@ -111,16 +111,16 @@ class CppBackend(Backend):
         """Returns what makes the ops of a model."""
         return CppOps(self, model)
 
-    def all_reduce(self) -> AllReduceOp:
+    def all_reduce(self, num_ranks: int, dtype: torch.dtype) -> AllReduceOp:
         """Returns the sum over all ranks: a kernel, where they share memory."""
         if not isinstance(self.ranks, SharedRanks):
-            return super().all_reduce()
+            return super().all_reduce(num_ranks, dtype)
         return AllReduceKernel(self.kernels.kernel(all_reduce_spec(self.facts.arch)), self.ranks)
 
-    def gather(self) -> GatherOp:
+    def gather(self, num_ranks: int) -> GatherOp:
         """Returns what gathers columns of all ranks on rank 0: a kernel, where they share memory."""
         if not isinstance(self.ranks, SharedRanks):
-            return super().gather()
+            return super().gather(num_ranks)
         return GatherKernel(self.kernels.kernel(gather_columns_spec()), self.ranks)
 
     def kv_storage(

@@ -13,6 +13,7 @@ from torch import Tensor
 from fastgen.compile.backends.backend import MAX_LOGPROBS, Backend
 from fastgen.compile.backends.model_ops import Ops
 from fastgen.compile.backends.modules import fused
+from fastgen.compile.backends.modules.collectives import PaddedGather, ShotAllReduce
 from fastgen.compile.backends.modules.composed import ProjectedAttention as ComposedAttention
 from fastgen.compile.backends.modules.reference import router_correction
 from fastgen.compile.backends.modules.stored import NormParameters, StoredGroups, StoredTable, empty_parameter
@@ -74,6 +75,7 @@ from fastgen.compile.ops.linear.triton import LinearKernel
 from fastgen.compile.ops.norm.triton import NormKernel, norm_spec
 from fastgen.compile.ops.overlap import overlapped
 from fastgen.compile.ops.qkv.triton import QkvKernel, qkv_spec
+from fastgen.compile.ops.ranks.triton import SumPartsKernel, sum_parts_spec
 from fastgen.compile.ops.sampling.triton import SamplingKernel, SamplingSpecs, sampling_specs
 from fastgen.compile.spec import KernelSpec, dtype_name
 from fastgen.compile.weights.formats import WeightOnlyFormat
@@ -94,6 +96,15 @@ class TritonBackend(Backend):
     def ops(self, model: ModelShape) -> TritonOps:
         """Returns what makes the ops of a model."""
         return TritonOps(self, model)
+
+    def all_reduce(self, num_ranks: int, dtype: torch.dtype) -> ShotAllReduce:
+        """Returns the sum over all ranks of numbers of ``dtype``, which a kernel adds."""
+        spec = overlapped(sum_parts_spec(num_ranks, dtype_name(dtype)), self.facts.arch)
+        return ShotAllReduce(self.ranks, num_ranks, SumPartsKernel(self.kernels.kernel(spec)))
+
+    def gather(self, num_ranks: int) -> PaddedGather:
+        """Returns what gathers columns of all ranks on rank 0."""
+        return PaddedGather(self.ranks, num_ranks)
 
     def slot_sampling(self, vocab_size: int, *, max_rows: int, sampled_ids: Tensor) -> SamplingKernel:
         """Returns the kernels that sample on the device by the parameters of each slot, into ``sampled_ids [S]``."""

@@ -165,6 +165,24 @@ class SharedRanks:
             for index, (first, end) in enumerate(columns if self.index == 0 else ()):
                 to[:, first:end].copy_(self.memory.area(number, index, to[:, first:end]))
 
+    def all_gather(self, x: Tensor, out: Tensor) -> None:
+        """Writes the contiguous ``x`` of all ranks into ``out [n, ...]``, contiguous too, in their order."""
+        at_once, to = self.memory.area_bytes // x.element_size(), out.view(self.count, -1)
+        for piece, places in zip(torch.split(x.view(-1), at_once), torch.split(to, at_once, dim=1), strict=True):
+            for place, given in zip(places, self._exchange(piece), strict=True):
+                place.copy_(given)
+
+    def all_to_all(self, x: Tensor, out: Tensor) -> None:
+        """Gives rank ``i`` the piece ``x[i]``. Writes those that all ranks have for this one into ``out [n, ...]``."""
+        others = torch.empty_like(out)
+        for index, piece in enumerate(x):
+            self.all_gather(piece, out if index == self.index else others)
+
+    def broadcast(self, x: Tensor) -> None:
+        """Replaces the contiguous ``x`` by that of rank 0."""
+        for piece in torch.split(x.view(-1), self.memory.area_bytes // x.element_size()):
+            piece.copy_(self._exchange(piece)[0])
+
     def _exchange(self, x: Tensor, timeout_s: float | None = None) -> Sequence[Tensor]:
         number = self._give(x, timeout_s)
         return [self.memory.area(number, index, x) for index in range(self.count)]

@@ -34,6 +34,19 @@ class Ranks(Protocol):
         """Writes the columns ``x [R, n]`` of all ranks side by side into ``out [R, V]`` of rank 0. Ranks have the
         columns of :func:`share`; the ``out`` of other ranks may hold anything afterwards."""
 
+    def all_gather(self, x: Tensor, out: Tensor) -> None:
+        """Writes the contiguous ``x`` of all ranks into ``out [n, ...]``, contiguous too, in their order."""
+
+    def all_to_all(self, x: Tensor, out: Tensor) -> None:
+        """Gives rank ``i`` the piece ``x[i]`` of the contiguous ``x [n, ...]``. Writes the pieces that all ranks have
+        for this one into ``out [n, ...]``, contiguous too, in their order."""
+
+    def broadcast(self, x: Tensor) -> None:
+        """Replaces the contiguous ``x`` by that of rank 0."""
+
+
+_NOT_CONNECTED = "a rank's model runs only where it is connected to the others"
+
 
 class DescribedRanks:
     """Ranks of a model that is described on the ``meta`` device, where there is nothing to sum."""
@@ -42,7 +55,7 @@ class DescribedRanks:
 
     def all_reduce(self, x: Tensor) -> None:
         """Does nothing."""
-        assert x.is_meta, "a rank's model runs only where it is connected to the others"
+        assert x.is_meta, _NOT_CONNECTED
 
     def all_max(self, x: Tensor) -> None:
         """Does nothing."""
@@ -50,4 +63,16 @@ class DescribedRanks:
 
     def gather(self, x: Tensor, out: Tensor) -> None:
         """Does nothing."""
-        assert x.is_meta, "a rank's model runs only where it is connected to the others"
+        assert x.is_meta, _NOT_CONNECTED
+
+    def all_gather(self, x: Tensor, out: Tensor) -> None:
+        """Does nothing."""
+        assert x.is_meta, _NOT_CONNECTED
+
+    def all_to_all(self, x: Tensor, out: Tensor) -> None:
+        """Does nothing."""
+        assert x.is_meta, _NOT_CONNECTED
+
+    def broadcast(self, x: Tensor) -> None:
+        """Does nothing."""
+        assert x.is_meta, _NOT_CONNECTED

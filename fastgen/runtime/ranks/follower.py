@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastgen.compile.backends.choose import choose_backend
+from fastgen.compile.host.group_ranks import open_group
 from fastgen.compile.host.parent import end_with
 from fastgen.compile.host.rank_memory import RUNNING, SharedRanks
 from fastgen.compile.host.ranks import share
@@ -75,7 +76,11 @@ def build(setup: RankSetup, shared: SharedMemory, connection: Connection[Any, An
         max_prompt_rows=PROMPT_LOGITS_ROWS,
         num_threads=setup.num_threads,
     )
-    backend.ranks = SharedRanks(shared.memory, described.spec.rank.index)
+    index, count = described.spec.rank.index, described.spec.rank.count
+    if setup.meeting is None:
+        backend.ranks = SharedRanks(shared.memory, index)
+    else:
+        backend.ranks = open_group(setup.meeting, index, count, device.torch_device)
     next_decodes, hear = backend.next_decodes(), backend.hear_tokens()
     inputs = new_inputs(described, config, device.torch_device, backend)
     model = new_model(described, config, device.torch_device, backend)
@@ -93,7 +98,7 @@ def build(setup: RankSetup, shared: SharedMemory, connection: Connection[Any, An
         device.torch_device,
         backend,
         activation_bytes=setup.activation_bytes,
-        sample=lambda logits: None,  # the leader samples
+        sample=None,  # the leader samples
         before_steps=meet,
         progress_bar=_no_bar,
     )
@@ -121,6 +126,8 @@ def main() -> None:
     memory, board = shared.memory, shared.board
     try:
         check_same(setup)
+        if setup.device.kind == "cuda":
+            torch.cuda.set_device(setup.device.torch_device)
         follower = build(setup, shared, connection)
         connection.send((READY,))
         while True:

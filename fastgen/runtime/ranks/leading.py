@@ -58,8 +58,9 @@ class LeadingForward(Forward):
         self._team.plan(kind, numbers, arrays)
         try:
             yield
-        except RankError:  # the team knows more
-            self._team.check()
+        except RankError as error:
+            self._team.check()  # the team may know more
+            self._team.give_up(str(error))
             raise
         except BaseException as error:
             self._team.give_up(f"rank 0 failed: {error}")
@@ -76,6 +77,11 @@ class LeadingForward(Forward):
         """Returns the cost so far of leading other ranks."""
         return self._team.board.costs
 
+    def check(self) -> None:
+        """Raises :class:`RankError` if ranks were lost: a GPU that waited for one has then gone on without it."""
+        self._team.check()
+
     def close(self) -> None:
-        """Ends the other ranks."""
+        """Ends the other ranks. What is captured goes first: it has exchanges with them."""
+        self._own.close()
         self._team.close()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from fastgen.compile.backends.backend import Backend
+from fastgen.compile.capture.recording import library_call
+from fastgen.compile.host.ranks import Ranks
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.models.builder import build, kv_groups, kv_shapes
 from fastgen.models.causal_lm import CausalLM
@@ -42,7 +46,7 @@ def new_inputs(described: ModelBuild, config: EngineConfig, device: torch.device
         block_size=config.block_size,
         device=device,
         pads=backend.pads_batches,
-        keeps_sampled=described.spec.rank.count == 1,
+        keeps_sampled=described.spec.rank.count == 1 or backend.steps == "captured",
     )
 
 
@@ -83,7 +87,8 @@ def load_forward(
 ) -> Forward:
     """Builds kernels, loads weights, takes the KV cache's memory, and captures steps.
 
-    Captured steps end with ``sample``. ``before_steps`` is called before the first step runs or is captured.
+    Captured steps end with ``sample``, which only rank 0 has, and then give its tokens to all ranks. ``before_steps``
+    is called before the first step runs or is captured.
     """
     spec, dtype = described.spec, described.dtype
     with progress_bar("kernels", enabled=bool(backend.specs())) as kernel_progress:
@@ -101,7 +106,10 @@ def load_forward(
     )
     before_steps()
     results = Results(spec.hidden_size, spec.vocab_size, backend.activation_dtype(dtype), device)
-    return _forward(new.model, kv_cache, inputs, results, config, backend, sample, activation_bytes, progress_bar)
+    ranks = backend.ranks if spec.rank.count > 1 else None
+    return _forward(
+        new.model, kv_cache, inputs, results, config, backend, sample, ranks, activation_bytes, progress_bar
+    )
 
 
 def _forward(
@@ -112,6 +120,7 @@ def _forward(
     config: EngineConfig,
     backend: Backend,
     sample: Sample | None,
+    ranks: Ranks | None,
     activation_bytes: int,
     progress_bar: ProgressBar,
 ) -> Forward:
@@ -121,9 +130,10 @@ def _forward(
     sizes, row_sizes = captured_sizes(config.token_budget), captured_sizes(config.max_rows)
     if backend.steps == "taped":
         return TapedForward(model, kv_cache, pool, input_batch.views, results, sizes=sizes, max_rows=config.max_rows)
-    assert sample is not None
+    choose = sample if ranks is None else partial(_sample_together, sample, ranks, input_batch.sampled_ids)
+    assert choose is not None
     forward = CapturedForward(
-        model, kv_cache, pool, input_batch.views, results, sizes=sizes, row_sizes=row_sizes, sample=sample
+        model, kv_cache, pool, input_batch.views, results, sizes=sizes, row_sizes=row_sizes, sample=choose
     )
     # A sealed bundle's fence is closed from the start; its loader builds nothing in here either.
     trial = TrialBatch(
@@ -136,3 +146,10 @@ def _forward(
         forward.capture(progress, trial if results.device.type == "cuda" else None)
     pool.fence.close()
     return forward
+
+
+def _sample_together(sample: Sample | None, ranks: Ranks, sampled_ids: Tensor, logits: Tensor) -> None:
+    """Samples by rank 0, and gives the ids last sampled for each slot to all ``ranks``. May be captured."""
+    if sample is not None:
+        sample(logits)
+    library_call(ranks.broadcast, sampled_ids)

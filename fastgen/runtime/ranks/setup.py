@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fastgen.compile.host.device import Device
+from fastgen.compile.host.group_ranks import MeetingPoint
 from fastgen.compile.host.rank_memory import RankMemory
 from fastgen.errors import FastgenError
 from fastgen.models.checkpoint.checkpoint import Checkpoint
@@ -23,7 +24,8 @@ class RankSetup:
     """A rank's part of a model, ``described``, on ``device``, for an engine of the sizes ``config``.
 
     ``files`` are the states of the checkpoint's files as the leader finds them; see :func:`file_states`.
-    ``activation_bytes`` is what steps leave in between by the ledger. ``version`` is that of the leader.
+    ``activation_bytes`` is what steps leave in between by the ledger. ``version`` is that of the leader. Ranks that do
+    not exchange through memory have a ``meeting`` point.
     """
 
     version: str
@@ -34,6 +36,7 @@ class RankSetup:
     device: Device
     num_threads: int | None
     activation_bytes: int
+    meeting: MeetingPoint | None = None
 
 
 def file_states(checkpoint: Checkpoint) -> dict[Path, tuple[int, int]]:

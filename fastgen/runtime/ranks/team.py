@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,19 +14,26 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
-from fastgen.compile.host.rank_memory import RankMemory, SharedRanks
+import torch
+
+from fastgen.compile.host.group_ranks import GroupRanks, MeetingPoint, open_group
+from fastgen.compile.host.rank_memory import TIMEOUT_S, RankMemory, SharedRanks
+from fastgen.compile.host.ranks import Ranks
 from fastgen.errors import RankError
 from fastgen.runtime.ranks.setup import RankSetup, memory_for
-from fastgen.runtime.step.plans import MAX_PAIRS, Array, Kind
+from fastgen.runtime.step.plans import MAX_PAIRS, Array, Kind, PlanBoard
 
 # The messages between the leader and a rank; each is a tuple that begins with one of these.
 LOADED, GO, READY, FAILED = "loaded", "go", "ready", "failed"
 # Seconds that a rank gets to end before it is killed.
 _END_S = 1.0
+# Seconds between two looks at whether ranks with a GPU each still take plans.
+_LOOK_S = 1.0
 
 
 @dataclass
@@ -35,6 +43,10 @@ class _Members:
     """
 
     memory: RankMemory
+    board: PlanBoard
+    # Where ranks meet that do not exchange through memory, and this process's place among them.
+    meeting: MeetingPoint | None = None
+    group: GroupRanks | None = None
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     connections: list[Connection[Any, Any]] = field(default_factory=list)
     is_closing: bool = False
@@ -57,6 +69,14 @@ class _Members:
                 self.lost = f"{why}; the model has to be loaded again" if self.are_ready else why
             self.came.notify_all()
         self.memory.end()
+        self.leave_group()
+
+    def leave_group(self) -> None:
+        """Ends this process's exchanges with the others, also those that its GPU waits in."""
+        with self.came:
+            group, self.group = self.group, None
+        if group is not None:
+            group.abort()
 
     def end(self) -> None:
         """Ends all processes, by force if they do not end by themselves."""
@@ -77,6 +97,9 @@ class _Members:
             self.watcher.join()
         for connection in self.connections:
             connection.close()
+        self.leave_group()
+        if self.meeting is not None:
+            shutil.rmtree(self.meeting.file.parent, ignore_errors=True)
 
     def run(self, setups: Sequence[RankSetup]) -> None:
         """Starts a process for each of ``setups``, and watches all until one ends. The processes end with the thread
@@ -109,12 +132,16 @@ class _Members:
 
     def _watch(self) -> None:
         """Notes what ranks send, until one ends or fails, and then why."""
+        watch = _Watch(self.board)
         while not self.is_closing and self.lost is None:
-            for connection in wait(self.connections):
+            for connection in wait(self.connections, None if self.meeting is None else _LOOK_S):
                 index = 1 + self.connections.index(connection)  # type: ignore[arg-type]
                 why = self._hear(index)
                 if why is not None and not self.is_closing:
                     self.lose(f"rank {index} of {self.memory.count} {why}")
+            # This process waits for its GPU, which waits for those of others, so it cannot look itself.
+            if self.group is not None and self.are_ready and (late := watch.late_rank()) is not None:
+                self.lose(f"rank {late} of {self.memory.count} takes no plans")
 
     def _hear(self, index: int) -> str | None:
         """Notes a message of a rank. Returns why the rank cannot continue, if that is what it says."""
@@ -137,6 +164,23 @@ class _Members:
         return f"was ended by signal {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
+class _Watch:
+    """Watches whether ranks take the plans on ``board``."""
+
+    def __init__(self, board: PlanBoard):
+        self._board = board
+        self._seen: tuple[int, int] | None = None
+        self._since_s = time.monotonic()
+
+    def late_rank(self) -> int | None:
+        """Returns a rank for whose next plan :data:`TIMEOUT_S` have passed; ``None`` where there is none."""
+        slowest = self._board.slowest()
+        if slowest is None or slowest != self._seen:
+            self._seen, self._since_s = slowest, time.monotonic()
+            return None
+        return slowest[0] if time.monotonic() - self._since_s > TIMEOUT_S else None
+
+
 def _hang_up(connection: Connection[Any, Any]) -> None:
     """Ends a connection for both sides, whatever they wait for."""
     with socket.socket(fileno=os.dup(connection.fileno())) as ours:
@@ -154,15 +198,26 @@ class Team:
     def __init__(self, setups: Sequence[RankSetup]):
         self.memory, self.board, self.mailbox = memory_for(setups[0])
         self._before_plan: weakref.WeakMethod[Callable[[], None]] | None = None
-        self._members = members = _Members(self.memory)
+        self._members = members = _Members(self.memory, self.board, setups[0].meeting)
         self._finalizer = weakref.finalize(self, members.end)
         members.watcher = threading.Thread(target=members.run, args=(setups,), name="fastgen ranks", daemon=True)
         members.watcher.start()
 
-    @property
-    def own_ranks(self) -> SharedRanks:
-        """Returns rank 0, which is this process."""
-        return SharedRanks(self.memory, 0)
+    def connect(self, device: torch.device) -> Ranks:
+        """Returns rank 0, which is this process and computes on ``device``, connected to the others. Raises
+        :class:`RankError` if they cannot be connected."""
+        members = self._members
+        if members.meeting is None:
+            return SharedRanks(self.memory, 0)
+        # A rank that does not come is waited for without end, in a library, so a thread of its own waits.
+        opening: Future[GroupRanks] = Future()
+        arguments = opening, members.meeting, self.memory.count, device
+        threading.Thread(target=_open, args=arguments, name="fastgen ranks meet", daemon=True).start()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                members.group = opening.result(timeout=0.1)
+                return members.group
+            self.check()
 
     def meet(self) -> None:
         """Waits until the weights of each rank are loaded, and has all continue together."""
@@ -241,6 +296,14 @@ class Team:
         """Ends the ranks, which cannot continue."""
         self._members.lose(why)
         self._members.end()
+
+
+def _open(opening: Future[GroupRanks], meeting: MeetingPoint, count: int, device: torch.device) -> None:
+    """Puts rank 0 of a group into ``opening``, or why there is none."""
+    try:
+        opening.set_result(open_group(meeting, 0, count, device))
+    except Exception as error:
+        opening.set_exception(RankError(f"the ranks cannot be connected by {meeting.library}: {error}"))
 
 
 @contextlib.contextmanager

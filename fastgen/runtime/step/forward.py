@@ -63,8 +63,11 @@ class Forward:
         """Returns the cost so far of leading other ranks."""
         return PlanCosts()
 
+    def check(self) -> None:
+        """Raises :class:`~fastgen.errors.RankError` if ranks were lost, so that results cannot be trusted."""
+
     def close(self) -> None:
-        """Ends other processes that take part."""
+        """Releases captured steps, and ends other processes that take part. No step may follow."""
 
 
 @dataclass(frozen=True)
@@ -278,3 +281,6 @@ class CapturedForward(_ReplayedForward):
         if num_rows:
             self._heads[smallest_size(num_rows, self._row_sizes)].replay()
         return self._logits[:num_rows]
+
+    def close(self) -> None:
+        self._pool.close()

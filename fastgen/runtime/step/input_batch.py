@@ -46,7 +46,8 @@ class InputBatch:
     With ``pads`` a batch has one of the captured sizes, and always the same number of block updates. A step has at most
     ``max_rows`` rows that need logits: one for each sequence, and one for each draft.
 
-    With ``keeps_sampled`` a step may take tokens from where the step before sampled them; other processes lack these.
+    With ``keeps_sampled`` a step may take tokens from where the step before sampled them; ranks that get no sampled
+    tokens lack these.
 
     The host works on whole arrays, so that a decode costs little: Python only reads a few numbers of each sequence.
     """
@@ -96,17 +97,12 @@ class InputBatch:
         drafts.
         """
         size = schedule.size if self.pads else schedule.num_tokens
-        if (copied := self._copied[self._turn]) is not None:
-            copied.synchronize()
+        self._await_staging()
         host = self._host[self._turn]
         self._starts = host["cu_seqlens_q"]
         self.built = built = self._fill_updates(host, schedule.block_updates)
         rows = self._fill_tokens(host, schedule, size)
-        packed = self.buffers.packed.copy_(built.packed, non_blocking=True)
-        if packed.is_cuda:
-            self._copied[self._turn] = copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
-        self._turn = (self._turn + 1) % len(self._copied)
+        self._copy_staging()
         self._update_tables(built.num_updates)
         return self.views(size, len(rows)), rows
 
@@ -117,9 +113,24 @@ class InputBatch:
     def take(self, packed: Tensor, size: int, num_updates: int) -> RaggedBatch:
         """Returns the batch of ``size`` tokens that another process built: the bytes ``packed`` of its
         :class:`Built`."""
-        self.buffers.packed.copy_(packed)
+        self._await_staging()
+        self.buffers.staging[self._turn].copy_(packed)
+        self._copy_staging()
         self._update_tables(num_updates)
         return self.views(size, 0)
+
+    def _await_staging(self) -> None:
+        """Waits until the device has read the staging buffer whose turn it is."""
+        if (copied := self._copied[self._turn]) is not None:
+            copied.synchronize()
+
+    def _copy_staging(self) -> None:
+        """Copies the staging buffer whose turn it is to the device, and gives the turn to the next one."""
+        packed = self.buffers.packed.copy_(self.buffers.staging[self._turn], non_blocking=True)
+        if packed.is_cuda:
+            self._copied[self._turn] = copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        self._turn = (self._turn + 1) % len(self._copied)
 
     def write_tables(self, places: Tensor, blocks: Tensor) -> None:
         """Writes entries of block tables on the device: flat ``places`` and ``blocks`` on the host, i64."""

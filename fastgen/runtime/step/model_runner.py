@@ -100,7 +100,7 @@ class ModelRunner:
         return self.forward.plan_costs
 
     def close(self) -> None:
-        """Ends other processes that take part."""
+        """Releases captured steps, and ends other processes that take part. No step may follow."""
         self.forward.close()
 
     def launch(self, step: Step) -> None:
@@ -122,7 +122,9 @@ class ModelRunner:
     def collect(self, step: Step) -> None:
         """Waits for the tokens of ``step``, and puts them into it."""
         if step.tokens is not None:
-            step.sampled, step.num_accepted = accept(step.rows, step.tokens())
+            tokens = step.tokens()
+            self.forward.check()
+            step.sampled, step.num_accepted = accept(step.rows, tokens)
             if step.postponed:
                 step.sampled = [(seq, token) for seq, token in step.sampled if seq not in step.postponed]
         if step.scores is not None:

@@ -109,6 +109,12 @@ class PlanBoard:
             late = 1 + int((others < number).argmax())
             raise RankError(f"rank {late} of {self._memory.count} takes no plans")
 
+    def slowest(self) -> tuple[int, int] | None:
+        """Returns the rank that has taken fewest plans, and how many; ``None`` if all have taken all."""
+        rank = 1 + int(self._numbers[1:].argmin())
+        taken = int(self._numbers[rank])
+        return None if taken == self._numbers[0] else (rank, taken)
+
     def next(self, rank: int, sleep: Callable[[float], None]) -> Plan:
         """Waits for the next plan for ``rank``. ``sleep`` sleeps for so many seconds, or until it is woken."""
         number = int(self._numbers[rank]) + 1

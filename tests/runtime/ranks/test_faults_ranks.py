@@ -19,14 +19,21 @@ from typing import Any
 import pytest
 
 import fastgen
+from fastgen.compile.backends.target import TargetFacts
 from fastgen.compile.host import rank_memory
-from fastgen.compile.host.device import Device
+from fastgen.compile.host.device import Device, current
 from fastgen.errors import InvalidArgumentError, RankError
 from fastgen.models.checkpoint.checkpoint import Checkpoint
+from fastgen.models.measure import ModelBuild
+from fastgen.models.shard.shard import shard
+from fastgen.models.spec import Rank
 from fastgen.options import LoadOptions
-from fastgen.runtime.arrangement import check_arrangement
+from fastgen.runtime.arrangement import check_arrangement, start_team
+from fastgen.runtime.config import resolve_engine_config
 from fastgen.runtime.llm import LLM
-from fastgen.runtime.ranks.setup import file_states
+from fastgen.runtime.memory.ledger import MemoryModel
+from fastgen.runtime.model_source import ModelSource
+from fastgen.runtime.ranks.setup import RankSetup, file_states
 from fastgen.runtime.ranks.team import LOADED, Team
 from tests.fast import cases
 from tests.runtime.ranks.models import prompts, save_family
@@ -306,7 +313,53 @@ def test_bad_arrangements_are_refused_before_anything_is_loaded(
     assert not followers(os.getpid())
 
 
-def test_a_gpu_is_refused_before_anything_is_loaded() -> None:
-    options = LoadOptions(model="tiny-llama", tensor_parallel=2)
-    with pytest.raises(InvalidArgumentError, match="over processes of a CPU only, and the device is"):
-        check_arrangement(options, Device("cuda", "an unknown GPU", memory_bytes=1 << 34))
+def gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[Device]:
+    """Has this machine show GPUs of these names."""
+    shown = [Device("cuda", name, memory_bytes=1 << 34, index=index) for index, name in enumerate(names)]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(shown))
+    monkeypatch.setattr("fastgen.runtime.arrangement.current", lambda name: shown[int(name.removeprefix("cuda:"))])
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "message"),
+    [
+        (0, 4, "tensor_parallel=4: each rank needs a GPU, and this machine has 3; ask for at most 3, or load with"),
+        (2, 2, "tensor_parallel=2: each rank needs a GPU, and this machine has 1 from cuda:2 on; ask for at most 1"),
+        (0, 3, "ranks need equal GPUs, and cuda:0 is H100 of .* bytes, cuda:2 L4 of .*; choose others by CUDA_VISIBLE"),
+    ],
+)
+def test_gpus_that_cannot_share_a_model_are_refused(
+    first: int, count: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = gpus(monkeypatch, "H100", "H100", "L4")
+    with pytest.raises(InvalidArgumentError, match=message):
+        check_arrangement(LoadOptions(model="tiny-llama", tensor_parallel=count), shown[first])
+
+
+def test_equal_gpus_may_share_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, options = gpus(monkeypatch, "L4", "H100", "H100"), LoadOptions(model="tiny-llama", tensor_parallel=2)
+    check_arrangement(options, shown[1])
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    with pytest.raises(InvalidArgumentError, match=r"this torch .* is built without NCCL"):
+        check_arrangement(options, shown[1])
+
+
+def test_ranks_have_neighbouring_gpus(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank is told its own, and all of them the same place to meet."""
+    setups: list[RankSetup] = []
+    monkeypatch.setattr("fastgen.runtime.arrangement.Team", lambda given: setups.extend(given))
+    options = LoadOptions(model=directory, tensor_parallel=4)
+    device = Device("cuda", "a GPU", memory_bytes=1 << 34, index=2)
+    source = ModelSource.open(options)
+    described = ModelBuild(shard(source.spec, Rank(0, 4), None), source.dtype, TargetFacts())
+    memory = MemoryModel(described, current("cpu"))
+    config = resolve_engine_config(memory, options)
+    start_team(source, described, config, device, 1, memory.ledger(config))
+    assert [str(each.device) for each in setups] == ["cuda:3", "cuda:4", "cuda:5"]
+    (meeting,) = {each.meeting for each in setups}
+    assert meeting is not None
+    assert meeting.library == "nccl"
+    assert not meeting.file.exists()
+    meeting.file.parent.rmdir()

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from fastgen.compile.backends.modules.stored import NormParameters
 from fastgen.compile.capture.recording import library_call
-from fastgen.compile.host.ranks import Ranks
+from fastgen.compile.host.ranks import Ranks, share
+from fastgen.compile.ops.ranks.triton import SumPartsKernel
 
 
 class AllReduce:
@@ -32,6 +33,55 @@ class Gather:
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         library_call(self._ranks.gather, x, out)
+
+
+class ShotAllReduce:
+    """The sum of ``x [T, H]`` over ``num_ranks`` ranks, in place, which a kernel adds in the order of the ranks.
+
+    In one shot every rank gets the parts of all. In two each gets its share of all parts, and then the others' sums:
+    fewer bytes for three ranks and more, but two exchanges. Both give the same bits.
+    """
+
+    # Rows up to which one shot is used: a step of so few rows waits for exchanges, not for bytes.
+    ONE_SHOT_ROWS = 64
+
+    def __init__(self, ranks: Ranks, num_ranks: int, add: SumPartsKernel):
+        self._ranks, self._num_ranks, self._add = ranks, num_ranks, add
+
+    def __call__(self, x: Tensor) -> Tensor:
+        count = self._num_ranks
+        if count <= 2 or len(x) <= self.ONE_SHOT_ROWS or x.shape[1] % count:
+            parts = x.new_empty(count, *x.shape)
+            library_call(self._ranks.all_gather, x, parts)
+            self._add(parts, x)
+            return x
+        shares = x.view(count, -1)
+        parts, own = torch.empty_like(shares), torch.empty_like(shares[0])
+        library_call(self._ranks.all_to_all, shares, parts)
+        self._add(parts, own)
+        library_call(self._ranks.all_gather, own, shares)
+        return x
+
+
+class PaddedGather:
+    """The columns ``x [R, n]`` of ``num_ranks`` ranks side by side in ``out [R, V]`` of rank 0, by messages that are
+    equally long for all ranks."""
+
+    def __init__(self, ranks: Ranks, num_ranks: int):
+        self._ranks, self._num_ranks = ranks, num_ranks
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        columns = [share(out.shape[1], index, self._num_ranks) for index in range(self._num_ranks)]
+        most = max(end - first for first, end in columns)
+        own = x
+        if x.shape[1] < most:
+            own = x.new_empty(len(x), most)  # nobody reads the columns behind its own
+            library_call(Tensor.copy_, own[:, : x.shape[1]], x)
+        parts = x.new_empty(self._num_ranks, len(x), most)
+        library_call(self._ranks.all_gather, own, parts)
+        if self._ranks.index == 0:
+            for part, (first, end) in zip(parts, columns, strict=True):
+                library_call(Tensor.copy_, out[:, first:end], part[:, : end - first])
 
 
 @dataclass(frozen=True)

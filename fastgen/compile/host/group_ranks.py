@@ -1,0 +1,142 @@
+"""Ranks as a process group of torch.distributed: NCCL between GPUs, gloo between processes of a CPU.
+
+NCCL and gloo add numbers in an order that depends on the size of a message and on the links between devices. So here
+they only move numbers, and every rank adds them in the order of the ranks: the bits of a sum then depend neither on
+other rows nor on the machine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from fastgen.compile.host.device import being_current
+from fastgen.compile.host.rank_memory import LOADING_TIMEOUT_S
+from fastgen.compile.host.ranks import share
+from fastgen.errors import RankError
+
+Library = Literal["nccl", "gloo"]
+
+# By default torch ends the whole process when a rank does not come or NCCL seems to hang. Here the leader notices that
+# a rank is lost, and ends the group.
+_NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+
+
+class GroupRanks:
+    """One rank of the process ``group``. On a GPU all is launched on the current stream, and can be captured."""
+
+    def __init__(self, group: Any, index: int, count: int):
+        self._group, self.index, self.count = group, index, count
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Replaces the contiguous ``x`` by the sum of all ranks' ``x``, in the order of the ranks, added in fp32."""
+        parts = x.new_empty(self.count, *x.shape)
+        self.all_gather(x, parts)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        x.copy_(total)
+
+    def all_max(self, x: Tensor) -> None:
+        """Replaces the contiguous ``x`` by the largest of all ranks' numbers in each place."""
+        parts = x.new_empty(self.count, *x.shape)
+        self.all_gather(x, parts)
+        torch.amax(parts, 0, out=x)
+
+    def gather(self, x: Tensor, out: Tensor) -> None:
+        """Writes the columns ``x [R, n]`` of all ranks side by side into ``out [R, V]`` of rank 0."""
+        columns = [share(out.shape[1], index, self.count) for index in range(self.count)]
+        most = max(end - first for first, end in columns)
+        own = x
+        if x.shape[1] < most:  # messages of all ranks are equally long
+            own = x.new_zeros(len(x), most)
+            own[:, : x.shape[1]] = x
+        parts = x.new_empty(self.count, len(x), most)
+        self.all_gather(own, parts)
+        for part, (first, end) in zip(parts, columns, strict=True) if self.index == 0 else ():
+            out[:, first:end] = part[:, : end - first]
+
+    def all_gather(self, x: Tensor, out: Tensor) -> None:
+        """Writes the contiguous ``x`` of all ranks into ``out [n, ...]``, contiguous too, in their order."""
+        options = c10d.AllgatherOptions()
+        options.asyncOp = False
+        self._exchange(self._group._allgather_base, out.view(-1), x.view(-1), options)
+
+    def all_to_all(self, x: Tensor, out: Tensor) -> None:
+        """Gives rank ``i`` the piece ``x[i]``. Writes those that all ranks have for this one into ``out [n, ...]``."""
+        options = c10d.AllToAllOptions()
+        options.asyncOp = False
+        self._exchange(self._group.alltoall_base, out.view(-1), x.view(-1), [], [], options)
+
+    def broadcast(self, x: Tensor) -> None:
+        """Replaces the contiguous ``x`` by that of rank 0."""
+        options = c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, False
+        self._exchange(self._group.broadcast, [x], options)
+
+    def abort(self) -> None:
+        """Ends every exchange of this rank, also those that a GPU waits in. No exchange may follow."""
+        self._group.abort()
+
+    @staticmethod
+    def _exchange(call: Callable[..., Any], *arguments: Any) -> None:
+        """Exchanges by a ``call`` of the library. Raises :class:`RankError` if that finds that a rank is lost."""
+        try:
+            work = call(*arguments)
+            if work is not None:  # what runs on the current stream gives nothing to wait for
+                work.wait()
+        except RuntimeError as error:
+            raise RankError(f"an exchange with the other ranks failed: {str(error).splitlines()[0]}") from error
+
+
+class MeetingPoint(NamedTuple):
+    """Where the ranks of a group find each other: a ``file`` that none of them has made, for the ``library`` that
+    connects them."""
+
+    library: Library
+    file: Path
+
+
+def open_group(meeting: MeetingPoint, index: int, count: int, device: torch.device) -> GroupRanks:
+    """Returns rank ``index`` of ``count``, which computes on ``device``, when all have come to the ``meeting`` point.
+
+    The group is none of those that :mod:`torch.distributed` knows by name, so the process may have others. Raises
+    ``RuntimeError`` or :class:`RankError` if the ranks cannot be connected.
+    """
+    store = c10d.FileStore(str(meeting.file), count)
+    timeout = timedelta(seconds=LOADING_TIMEOUT_S)
+    group: Any
+    if meeting.library == "gloo":
+        group = c10d.ProcessGroupGloo(store, index, count, timeout)
+    else:
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        with _settings(_NCCL_SETTINGS):
+            group = c10d.ProcessGroupNCCL(store, index, count, options)
+    ranks = GroupRanks(group, index, count)
+    with being_current(device):
+        here = torch.full((1,), index, device=device)
+        there = here.new_empty(count)
+        ranks.all_gather(here, there)  # NCCL connects in the first exchange
+        assert there.tolist() == list(range(count)), "each rank is connected under its own number"
+    return ranks
+
+
+@contextmanager
+def _settings(values: dict[str, str]) -> Iterator[None]:
+    """Sets environment variables that are not set, within the block."""
+    missing = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]

@@ -1,0 +1,132 @@
+"""Ranks that are a process group, as those with a GPU each are: here by gloo, with interpreted Triton kernels."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import fastgen
+from fastgen.compile.capture.tape import LibraryCall, Tape
+from fastgen.compile.host.group_ranks import MeetingPoint
+from fastgen.errors import RankError
+from fastgen.runtime.answers.generation import Generation
+from fastgen.runtime.llm import LLM
+from fastgen.runtime.ranks.leading import LeadingForward
+from fastgen.runtime.step.step import Step
+from tests.fast import cases
+from tests.reference import randomise, save
+from tests.runtime.ranks.models import save_family
+from tests.runtime.ranks.test_faults_ranks import followers, is_there, run_until_lost
+from tests.runtime.test_same_answer_triton import OPTIONS, PROMPTS, SAMPLINGS, SIZES
+
+SMALL: dict[str, Any] = OPTIONS | {"token_budget": 8}
+
+
+@pytest.fixture
+def meetings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The directory in which ranks on a CPU meet, as ranks with a GPU each do."""
+    (tmp_path / "meetings").mkdir()
+
+    def meeting_point(device: object) -> MeetingPoint:
+        return MeetingPoint("gloo", Path(tempfile.mkdtemp(dir=tmp_path / "meetings")) / "meeting")
+
+    monkeypatch.setattr("fastgen.runtime.arrangement._meeting_point", meeting_point)
+    return tmp_path / "meetings"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = transformers.LlamaConfig(**SIZES)
+    return save(randomise(transformers.LlamaForCausalLM(config), seed=3), tmp_path_factory.mktemp("model"))
+
+
+def answers(llm: LLM) -> tuple[list[list[int]], int]:
+    """The tokens of all requests, and how many steps were launched before the tokens of the step before were known."""
+    engine, num_ahead = llm._engine, 0
+    assert engine is not None
+    observe = engine.observers.ran
+
+    def count(step: Step) -> None:
+        nonlocal num_ahead
+        num_ahead += step.is_ahead
+        observe(step)
+
+    engine.observers.ran = count  # type: ignore[method-assign]
+    generations: list[Generation] = [engine.submit(*each) for each in zip(PROMPTS, SAMPLINGS, strict=True)]
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    return [each.output().token_ids for each in generations], num_ahead
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_group", [True, False])
+def test_steps_run_ahead_and_have_their_sums(by_group: bool, model: Path, request: pytest.FixtureRequest) -> None:
+    with fastgen.load(model, **SMALL) as llm:
+        expected, num_ahead = answers(llm)
+        assert num_ahead > 5
+    if by_group:
+        request.getfixturevalue("meetings")
+    with fastgen.load(model, **SMALL, tensor_parallel=2) as llm:
+        found, ahead = answers(llm)
+        assert found == expected
+        assert ahead == num_ahead
+        engine = llm._engine
+        assert engine is not None
+        forward = engine.runner.forward
+        assert isinstance(forward, LeadingForward)
+        own = forward._own
+        for graph in own._forwards.values():  # type: ignore[attr-defined]
+            assert isinstance(graph, Tape)
+            entries = [str(each) for each in graph.entries]
+            num_added = sum(each.startswith("sum_parts") for each in entries)
+            assert entries.count("all_gather") == num_added == 1 + 2 * SIZES["num_hidden_layers"]
+        for graph in own._heads.values():  # type: ignore[attr-defined]
+            calls = [str(each) for each in graph.entries if isinstance(each, LibraryCall)]
+            assert calls.count("all_gather") == calls.count("broadcast") == 1
+
+
+@pytest.mark.parametrize("fault", cases([signal.SIGKILL, signal.SIGSTOP], fast=[]))
+def test_a_lost_rank_ends_the_model(fault: signal.Signals, meetings: Path, tmp_path: Path) -> None:
+    with fastgen.load(save_family("llama", tmp_path), tensor_parallel=2, target="torch") as llm:
+        (process,) = followers(os.getpid())
+        error, _ = run_until_lost(llm, fault)
+        assert "rank 1 of 2" in error or fault == signal.SIGKILL
+        assert "the model has to be loaded again" in error
+    assert not is_there(process)
+    assert not list(meetings.iterdir())
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_ends_the_load(meetings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it in a library, which would wait for half an hour."""
+    monkeypatch.setattr("fastgen.runtime.arrangement.__version__", "0.0")
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed: .*this rank is of version"):
+        fastgen.load(save_family("llama", tmp_path), tensor_parallel=2)
+    assert not followers(os.getpid())
+    assert not list(meetings.iterdir())
+
+
+@pytest.mark.gpu
+def test_ranks_with_a_gpu_each(model: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    options = SMALL | {"device": "cuda"}
+    with fastgen.load(model, **options) as llm:
+        expected, num_ahead = answers(llm)
+    with fastgen.load(model, **options, tensor_parallel=2) as llm:
+        found, ahead = answers(llm)
+        again = [answers(llm)[0] for _ in range(2)]
+    assert again == [found, found], "sums have the same bits in each run"
+    assert ahead == num_ahead
+    assert found == expected
+    with fastgen.load(model, **options, tensor_parallel=2) as llm:
+        error, _ = run_until_lost(llm, signal.SIGKILL)
+        assert "rank 1 of 2" in error
