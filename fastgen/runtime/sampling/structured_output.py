@@ -119,7 +119,8 @@ class _Vocabulary:
             if self._end_id in ids:
                 raise ValueError("its token ids have gaps")
             num_ids = max(vocab_size, self._end_id + 1, *ids)
-            self._tokenizer = self._library.LLTokenizer(backend.to_str(), n_vocab=num_ids, eos_token=self._end_id)
+            described = _without_leading_space(json.loads(backend.to_str()))
+            self._tokenizer = self._library.LLTokenizer(json.dumps(described), n_vocab=num_ids, eos_token=self._end_id)
         except (AttributeError, ValueError) as error:
             raise InvalidArgumentError(
                 f"response_format cannot be served: llguidance does not read this model's tokenizer: {error}"
@@ -179,6 +180,22 @@ class _Vocabulary:
             return np.zeros(self._num_words, np.int32), False
         may_end = bool(words[self._end_id // 32] >> self._end_id % 32 & 1)
         return words[: self._num_words] & self._in_head, may_end
+
+
+def _without_leading_space(tokenizer: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tokenizer, as ``tokenizer.json`` describes it, that puts no space before texts that it splits into
+    bytes. The library encodes what must come next, in the middle of an answer, and would find a space that may not.
+    """
+    step = tokenizer["pre_tokenizer"] or {}
+    steps = [{**each, **({"add_prefix_space": False} if each["type"] == "ByteLevel" else {})} for each in _steps(step)]
+    return tokenizer | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps} if steps else None}
+
+
+def _steps(pre_tokenizer: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the steps of a pre-tokenizer, which may be sequences of others."""
+    if pre_tokenizer.get("type") == "Sequence":
+        return [step for part in pre_tokenizer["pretokenizers"] for step in _steps(part)]
+    return [pre_tokenizer] if pre_tokenizer else []
 
 
 def _first_of(mask: Mask) -> int:

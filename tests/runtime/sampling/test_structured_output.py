@@ -9,6 +9,7 @@ import builtins
 import gc
 import random
 import threading
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,28 @@ def test_any_object_is_one(grammars: Grammars, tokenizer: Any) -> None:
     assert len(ended) > 3
     for text in ended:
         check_json(text, {"type": "object"})
+
+
+@pytest.mark.parametrize("in_a_sequence", [True, False])
+def test_a_tokenizer_may_put_a_space_before_texts(grammars: Grammars, tokenizer: Any, in_a_sequence: bool) -> None:
+    """The same tokens are allowed, also where the format says what comes next."""
+    spaced = deepcopy(tokenizer)
+    split = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    spaced.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split]) if in_a_sequence else split
+    assert spaced("{", add_special_tokens=False)["input_ids"] != tokenizer("{", add_special_tokens=False)["input_ids"]
+    others, rng = Grammars(spaced, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS]), random.Random(4)
+    for response_format in ({"type": "json_object"}, {"type": "regex", "pattern": "[ab]{2} once[0-9]+"}):
+        mine, other = matcher(grammars, response_format), matcher(others, response_format)
+        for _ in range(30):
+            choices = allowed(mine)
+            assert allowed(other) == choices
+            token_id = rng.choice(sorted(choices))
+            if token_id == EOS:
+                break
+            ended = mine.advance(token_id)
+            assert other.advance(token_id) == ended
+            if ended:
+                break
 
 
 def test_each_sequence_has_a_state_of_its_own(grammars: Grammars, tokenizer: Any) -> None:
