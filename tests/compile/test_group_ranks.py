@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.compile.backends.modules.collectives import PaddedGather, ShotAllReduce
+from fastgen.compile.backends.modules.collectives import AllReduce, Gather
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host.group_ranks import MeetingPoint, open_group
 from fastgen.compile.host.rank_memory import RankMemory, SharedRanks
@@ -55,13 +55,6 @@ def drawn(count: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[T
     return [(torch.randn(shape, generator=generator) * 100.0**index).to(dtype) for index in range(count)]
 
 
-class Added:
-    """Adds as the kernel does."""
-
-    def __call__(self, parts: Tensor, out: Tensor) -> None:
-        out.copy_(in_order(list(parts)))
-
-
 @KINDS
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,7 +70,7 @@ def test_what_ranks_send_each_other(
         ranks.all_gather(own, everything)
         ranks.all_to_all(pieces[index], mine)
         total, largest, first = own.clone(), own.clone(), own.clone()
-        ranks.all_reduce(total)
+        AllReduce(ranks, count)(total)
         ranks.all_max(largest)
         ranks.broadcast(first)
         return everything, mine, total, largest, first
@@ -99,27 +92,24 @@ def test_columns_are_laid_side_by_side(
 ) -> None:
     whole = torch.randn(6, num_columns, generator=torch.Generator().manual_seed(count))
 
-    def gather(ranks: Ranks) -> tuple[Tensor, Tensor]:
+    def gather(ranks: Ranks) -> Tensor:
         own = whole[:, slice(*share(num_columns, ranks.index, count))].contiguous()
-        found, by_op = torch.full_like(whole, torch.nan), torch.full_like(whole, torch.nan)
-        ranks.gather(own, found)
-        PaddedGather(ranks, count)(own, by_op)
-        return found, by_op
+        found = torch.full_like(whole, torch.nan)
+        Gather(ranks, count)(own, found)
+        return found
 
-    found, by_op = of_all(count, tmp_path / "meeting", gather)[0]
-    assert torch.equal(found, whole)
-    assert torch.equal(by_op, whole)
+    assert torch.equal(of_all(count, tmp_path / "meeting", gather)[0], whole)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_shot_and_two_give_the_same_bits(count: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    most = ShotAllReduce.ONE_SHOT_ROWS
+    most = AllReduce.ONE_SHOT_ROWS
     shapes = [(1, 12), (most, 12), (most + 1, 12), (most + 1, 13), (3 * most, 24)]
     given = {shape: drawn(count, *shape, dtype=dtype) for shape in shapes}
 
     def reduce(ranks: Ranks) -> list[Tensor]:
-        add = ShotAllReduce(ranks, count, Added())  # type: ignore[arg-type]
+        add = AllReduce(ranks, count)
         return [add(parts[ranks.index].clone()) for parts in given.values()]
 
     for found in of_memory(count, tmp_path, reduce):
@@ -129,7 +119,7 @@ def test_one_shot_and_two_give_the_same_bits(count: int, dtype: torch.dtype, tmp
 
 def test_two_shots_move_fewer_bytes() -> None:
     """Many rows of four ranks: each gets a share of the others' parts, and a share of sums of each."""
-    rows, features, count = 2 * ShotAllReduce.ONE_SHOT_ROWS, 8, 4
+    rows, features, count = 2 * AllReduce.ONE_SHOT_ROWS, 8, 4
     received: list[int] = []
 
     class Counting(SharedRanks):
@@ -141,10 +131,10 @@ def test_two_shots_move_fewer_bytes() -> None:
 
     ranks = Counting(RankMemory(count, 4096), 0)
     x = torch.zeros(rows, features)
-    ShotAllReduce(ranks, count, Added())(x)  # type: ignore[arg-type]
+    AllReduce(ranks, count)(x)
     assert sum(received) == 2 * 3 * x.nbytes // 4
     received.clear()
-    ShotAllReduce(ranks, 2, Added())(x)  # type: ignore[arg-type]
+    AllReduce(ranks, 2)(x)
     assert received == [x.nbytes], "with two ranks one exchange moves as little"
 
 
@@ -171,13 +161,13 @@ def test_a_captured_sum_of_one_rank(tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
     ranks = open_group(MeetingPoint("nccl", tmp_path / "meeting"), 0, 1, device)
     x, token_ids = torch.zeros(65, 8, device=device), torch.zeros(4, dtype=torch.int32, device=device)
-    sums = ShotAllReduce(ranks, 1, Added())  # type: ignore[arg-type]
+    sums = AllReduce(ranks, 1)
     logits = torch.zeros(65, 8, device=device)
 
     def step() -> None:
         sums(x)
         x.mul_(2)
-        PaddedGather(ranks, 1)(x, logits)
+        Gather(ranks, 1)(x, logits)
         ranks.broadcast(token_ids)
 
     stream = torch.cuda.Stream(device)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastgen.compile.backends.modules.collectives import AllReduce, Gather
 from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, cpp_arch
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host import device
@@ -67,8 +68,7 @@ def test_ranks_sum_in_their_order(count: int, dtype: torch.dtype) -> None:
 
         def reduce(ranks: SharedRanks, given: list[Tensor] = given) -> Tensor:
             x = given[ranks.index].clone()
-            ranks.all_reduce(x)
-            return x
+            return AllReduce(ranks, count)(x)
 
         for found in of_all(memory, reduce):
             assert torch.equal(found, in_order(given))
@@ -193,7 +193,7 @@ def test_rank_0_gets_the_columns_of_all(count: int, by_kernel: bool) -> None:
 
         def gather(ranks: SharedRanks, whole: Tensor = whole) -> Tensor:
             own, out = whole[:, slice(*share(whole.shape[1], ranks.index, ranks.count))], torch.zeros_like(whole)
-            call = GatherKernel(kernel, ranks) if by_kernel else ranks.gather
+            call = GatherKernel(kernel, ranks) if by_kernel else Gather(ranks, memory.count)
             call(own.contiguous(), out)
             return out
 
@@ -208,7 +208,7 @@ def test_a_rank_that_does_not_come_ends_the_wait_of_the_others(by_kernel: bool) 
     def reduce(ranks: SharedRanks) -> None:
         if ranks.index == 1:
             return
-        call = AllReduceKernel(kernel, ranks) if by_kernel else ranks.all_reduce
+        call = AllReduceKernel(kernel, ranks) if by_kernel else AllReduce(ranks, memory.count)
         call(torch.ones(1, 1))
         ranks.memory.check()
 
@@ -223,7 +223,7 @@ def test_the_end_of_the_ranks_ends_every_wait(by_kernel: bool) -> None:
 
     def reduce() -> None:
         ranks = SharedRanks(memory, 0, timeout_s=600.0)
-        call = AllReduceKernel(kernel, ranks) if by_kernel else ranks.all_reduce
+        call = AllReduceKernel(kernel, ranks) if by_kernel else AllReduce(ranks, memory.count)
         call(torch.ones(1, 1))
         memory.check()
 

@@ -224,7 +224,7 @@ def split(*names: str, rows: Rows) -> Case:
 def test_parts_of_one_query_tile_are_joined_whatever_the_features() -> None:
     rng = Random(10)
     pairs = [(name, rng.choice([other for other in FEATURES if compatible(name, other)])) for name in FEATURES]
-    check([split(*pair, rows=SPLIT[index % 2]) for index, pair in enumerate(pairs)] + [split(rows=SPLIT[2])])
+    check([split(*pair, rows=SPLIT[index % 4 == 0]) for index, pair in enumerate(pairs)] + [split(rows=SPLIT[2])])
 
 
 @pytest.mark.kernels
@@ -242,31 +242,35 @@ def test_launches_of_one_plan_follow_each_other(rows: Rows) -> None:
         assert torch.equal(subject.attend(batch), first)
 
 
-def test_sums_are_the_same_in_every_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "rows",
+    [SPLIT[1], pytest.param(SPLIT[2], marks=pytest.mark.slow), ALONE],
+    ids=["two levels", "three levels", "a part alone"],
+)
+def test_sums_are_the_same_in_every_order_of_arrival(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted programs run one after the other; here in drawn orders, and from the last to the first."""
     from triton.runtime.interpreter import interpreter_builder
 
     set_grid_idx, num_moved = interpreter_builder.set_grid_idx, 0
-    for rows in [*SPLIT[1:], ALONE]:
-        case = split(rows=rows)
-        subject, batch = Subject(case), make_batch(case)
-        expected = subject(batch)
-        for seed in range(2):
-            rng = Random(seed)
+    case = split(rows=rows)
+    subject, batch = Subject(case), make_batch(case)
+    expected = subject(batch)
+    for seed in range(2):
+        rng = Random(seed)
 
-            def moved(x: int, y: int, z: int, rng: Random = rng, is_last_first: bool = seed == 0) -> None:
-                nonlocal order, num_moved
-                size = interpreter_builder.grid_dim[0]
-                if x == 0:
-                    order = list(range(size))[::-1] if is_last_first else rng.sample(range(size), size)
-                num_moved += order[x] != x
-                set_grid_idx(order[x], y, z)
+        def moved(x: int, y: int, z: int, rng: Random = rng, is_last_first: bool = seed == 0) -> None:
+            nonlocal order, num_moved
+            size = interpreter_builder.grid_dim[0]
+            if x == 0:
+                order = list(range(size))[::-1] if is_last_first else rng.sample(range(size), size)
+            num_moved += order[x] != x
+            set_grid_idx(order[x], y, z)
 
-            order: list[int] = []
-            monkeypatch.setattr(interpreter_builder, "set_grid_idx", moved)
-            assert torch.equal(subject(batch), expected), f"{rows=} {seed=}"
-            monkeypatch.undo()
-    assert num_moved > 300
+        order: list[int] = []
+        monkeypatch.setattr(interpreter_builder, "set_grid_idx", moved)
+        assert torch.equal(subject(batch), expected), f"{seed=}"
+        monkeypatch.undo()
+    assert num_moved > 80
 
 
 # Work lists

@@ -17,7 +17,7 @@ from fastgen.compile.backends.choose import choose_backend, target_facts
 from fastgen.compile.backends.reference import ReferenceBackend
 from fastgen.compile.host.device import current
 from fastgen.compile.host.rank_memory import AREA_BYTES, RankMemory, SharedRanks
-from fastgen.compile.host.ranks import Ranks, share
+from fastgen.compile.host.ranks import Ranks
 from fastgen.compile.weights.formats import QuantizedFormat
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.layers.ragged_batch import RaggedBatch
@@ -98,7 +98,7 @@ class Meeting:
     def __init__(self, count: int):
         self.barrier = threading.Barrier(count, timeout=_WAIT_S)
         self.given: list[Tensor] = [torch.empty(0)] * count
-        self.num_sums = 0
+        self.num_exchanges = 0
 
 
 class ThreadRanks:
@@ -107,32 +107,25 @@ class ThreadRanks:
     def __init__(self, index: int, count: int, meeting: Meeting):
         self.index, self.count, self._meeting = index, count, meeting
 
-    def all_reduce(self, x: Tensor) -> None:
-        """Sums over the threads in the order of their ranks."""
-        given = self._exchange(x)
-        total = given[0].float()
-        for other in given[1:]:
-            total = total + other.float()
-        self._meeting.barrier.wait()
-        x.copy_(total)
-        if self.index == 0:
-            self._meeting.num_sums += 1
-
     def all_max(self, x: Tensor) -> None:
         """Finds the largest of all threads' numbers."""
         largest = torch.stack(self._exchange(x)).amax(0)
         self._meeting.barrier.wait()
         x.copy_(largest)
 
-    def gather(self, x: Tensor, out: Tensor) -> None:
-        """Lays the columns of all threads side by side."""
-        given = self._exchange(x)
-        assert [each.shape[1] for each in given] == [
-            end - first for first, end in (share(out.shape[1], index, self.count) for index in range(self.count))
-        ]
-        together = torch.cat(given, dim=1)
+    def all_gather(self, x: Tensor, out: Tensor) -> None:
+        """Gives all threads' numbers to each."""
+        together = torch.stack(self._exchange(x))
         self._meeting.barrier.wait()
-        out.copy_(together)
+        out.copy_(together.view(out.shape))
+        if self.index == 0:
+            self._meeting.num_exchanges += 1
+
+    def all_to_all(self, x: Tensor, out: Tensor) -> None:
+        raise AssertionError("steps are too small for two shots")
+
+    def broadcast(self, x: Tensor) -> None:
+        raise AssertionError("these models sample nothing")
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         self._meeting.given[self.index] = x
@@ -259,7 +252,7 @@ def summed_log_probs(
         return log_probs(model, own, backend)
 
     functions = [lambda ranks, own=own: run(own, ranks) for own in shards(spec, count, weight_format)]
-    return together(functions, meeting)[0], meeting.num_sums
+    return together(functions, meeting)[0], meeting.num_exchanges - 1
 
 
 def whole_log_probs(

@@ -62,11 +62,11 @@ class Backend(ABC):
 
     def all_reduce(self, num_ranks: int, dtype: torch.dtype) -> AllReduceOp:
         """Returns the sum over all ranks of numbers of ``dtype``."""
-        return AllReduce(self.ranks)
+        return AllReduce(self.ranks, num_ranks)
 
     def gather(self, num_ranks: int) -> GatherOp:
         """Returns what gathers columns of all ranks on rank 0."""
-        return Gather(self.ranks)
+        return Gather(self.ranks, num_ranks)
 
     def rank_norm(self, norms: Sequence[HeadsOfRank], num_ranks: int) -> RankNorm:
         """Returns the norms of queries and keys over the heads of all ranks."""

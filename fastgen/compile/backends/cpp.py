@@ -45,7 +45,6 @@ from fastgen.compile.backends.shapes import (
 from fastgen.compile.backends.target import TargetFacts
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.capture.tape import tape_spec
-from fastgen.compile.host.rank_memory import SharedRanks
 from fastgen.compile.host.thread_pool import ThreadPool, load_thread_pool, thread_pool_spec
 from fastgen.compile.host.workspace import Workspace
 from fastgen.compile.ops.activation.cpp import ActivationKernel, activation_spec
@@ -112,15 +111,11 @@ class CppBackend(Backend):
         return CppOps(self, model)
 
     def all_reduce(self, num_ranks: int, dtype: torch.dtype) -> AllReduceOp:
-        """Returns the sum over all ranks: a kernel, where they share memory."""
-        if not isinstance(self.ranks, SharedRanks):
-            return super().all_reduce(num_ranks, dtype)
+        """Returns the sum over all ranks, which share memory."""
         return AllReduceKernel(self.kernels.kernel(all_reduce_spec(self.facts.arch)), self.ranks)
 
     def gather(self, num_ranks: int) -> GatherOp:
-        """Returns what gathers columns of all ranks on rank 0: a kernel, where they share memory."""
-        if not isinstance(self.ranks, SharedRanks):
-            return super().gather(num_ranks)
+        """Returns what gathers columns of all ranks on rank 0."""
         return GatherKernel(self.kernels.kernel(gather_columns_spec()), self.ranks)
 
     def kv_storage(

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastgen.compile.backends.backend import MAX_LOGPROBS, Backend
 from fastgen.compile.backends.model_ops import Ops
 from fastgen.compile.backends.modules import fused
-from fastgen.compile.backends.modules.collectives import PaddedGather, ShotAllReduce
+from fastgen.compile.backends.modules.collectives import AllReduce
 from fastgen.compile.backends.modules.composed import ProjectedAttention as ComposedAttention
 from fastgen.compile.backends.modules.reference import router_correction
 from fastgen.compile.backends.modules.stored import NormParameters, StoredGroups, StoredTable, empty_parameter
@@ -97,14 +97,10 @@ class TritonBackend(Backend):
         """Returns what makes the ops of a model."""
         return TritonOps(self, model)
 
-    def all_reduce(self, num_ranks: int, dtype: torch.dtype) -> ShotAllReduce:
+    def all_reduce(self, num_ranks: int, dtype: torch.dtype) -> AllReduce:
         """Returns the sum over all ranks of numbers of ``dtype``, which a kernel adds."""
         spec = overlapped(sum_parts_spec(num_ranks, dtype_name(dtype)), self.facts.arch)
-        return ShotAllReduce(self.ranks, num_ranks, SumPartsKernel(self.kernels.kernel(spec)))
-
-    def gather(self, num_ranks: int) -> PaddedGather:
-        """Returns what gathers columns of all ranks on rank 0."""
-        return PaddedGather(self.ranks, num_ranks)
+        return AllReduce(self.ranks, num_ranks, SumPartsKernel(self.kernels.kernel(spec)))
 
     def slot_sampling(self, vocab_size: int, *, max_rows: int, sampled_ids: Tensor) -> SamplingKernel:
         """Returns the kernels that sample on the device by the parameters of each slot, into ``sampled_ids [S]``."""
@@ -119,13 +115,12 @@ class TritonBackend(Backend):
 
     def engine_specs(self, vocab_size: int) -> list[KernelSpec]:
         """Returns the sampler's kernels."""
-        sampling = self._sampling_specs(vocab_size)
-        return [sampling.scan, sampling.draw, sampling.choose]
+        return list(self._sampling_specs(vocab_size))
 
     def _sampling_specs(self, vocab_size: int) -> SamplingSpecs:
         num_top = min(MAX_LOGPROBS + 1, vocab_size)
         specs = sampling_specs(vocab_size, num_top=num_top, needed_by=("the sampler",))
-        return SamplingSpecs(*(overlapped(each, self.facts.arch) for each in (specs.scan, specs.draw, specs.choose)))
+        return SamplingSpecs(*(overlapped(each, self.facts.arch) for each in specs))
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Ranks as a process group of torch.distributed: NCCL between GPUs, gloo between processes of a CPU.
 
 NCCL and gloo add numbers in an order that depends on the size of a message and on the links between devices. So here
-they only move numbers, and every rank adds them in the order of the ranks: the bits of a sum then depend neither on
+they only move numbers, and each rank adds them in the order of the ranks: the bits of a sum then depend neither on
 other rows nor on the machine.
 """
 
@@ -20,7 +20,6 @@ from torch._C import _distributed_c10d as c10d
 
 from fastgen.compile.host.device import being_current
 from fastgen.compile.host.rank_memory import LOADING_TIMEOUT_S
-from fastgen.compile.host.ranks import share
 from fastgen.errors import RankError
 
 Library = Literal["nccl", "gloo"]
@@ -36,33 +35,11 @@ class GroupRanks:
     def __init__(self, group: Any, index: int, count: int):
         self._group, self.index, self.count = group, index, count
 
-    def all_reduce(self, x: Tensor) -> None:
-        """Replaces the contiguous ``x`` by the sum of all ranks' ``x``, in the order of the ranks, added in fp32."""
-        parts = x.new_empty(self.count, *x.shape)
-        self.all_gather(x, parts)
-        total = parts[0].float()
-        for part in parts[1:]:
-            total += part
-        x.copy_(total)
-
     def all_max(self, x: Tensor) -> None:
         """Replaces the contiguous ``x`` by the largest of all ranks' numbers in each place."""
         parts = x.new_empty(self.count, *x.shape)
         self.all_gather(x, parts)
         torch.amax(parts, 0, out=x)
-
-    def gather(self, x: Tensor, out: Tensor) -> None:
-        """Writes the columns ``x [R, n]`` of all ranks side by side into ``out [R, V]`` of rank 0."""
-        columns = [share(out.shape[1], index, self.count) for index in range(self.count)]
-        most = max(end - first for first, end in columns)
-        own = x
-        if x.shape[1] < most:  # messages of all ranks are equally long
-            own = x.new_zeros(len(x), most)
-            own[:, : x.shape[1]] = x
-        parts = x.new_empty(self.count, len(x), most)
-        self.all_gather(own, parts)
-        for part, (first, end) in zip(parts, columns, strict=True) if self.index == 0 else ():
-            out[:, first:end] = part[:, : end - first]
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
         """Writes the contiguous ``x`` of all ranks into ``out [n, ...]``, contiguous too, in their order."""

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgen.compile.host.ranks import share
 from fastgen.errors import RankError
 
 LINE_BYTES = 64
@@ -140,30 +139,11 @@ class SharedRanks:
     def count(self) -> int:
         return self.memory.count
 
-    def all_reduce(self, x: Tensor) -> None:
-        """Replaces the contiguous ``x`` by the sum of all ranks' ``x``, in the order of the ranks, added in fp32."""
-        for piece in torch.split(x.view(-1), self.memory.area_bytes // x.element_size()):
-            first, *others = self._exchange(piece)
-            total = first.float()
-            for other in others:
-                total = total + other.float()
-            piece.copy_(total)
-
     def all_max(self, x: Tensor) -> None:
         """Replaces the contiguous ``x`` by the largest of all ranks' numbers in each place."""
         for piece in torch.split(x.view(-1), self.memory.area_bytes // x.element_size()):
             for other in self._exchange(piece, LOADING_TIMEOUT_S):
                 torch.maximum(piece, other, out=piece)
-
-    def gather(self, x: Tensor, out: Tensor) -> None:
-        """Writes the columns ``x [R, n]`` of all ranks side by side into ``out [R, V]`` of rank 0."""
-        columns = [share(out.shape[1], index, self.count) for index in range(self.count)]
-        most = max(end - first for first, end in columns)
-        at_once = rows_at_once(self.memory, most)
-        for rows, to in zip(*(torch.split(each, at_once) for each in (x, out)), strict=True):
-            number = self._give(rows)
-            for index, (first, end) in enumerate(columns if self.index == 0 else ()):
-                to[:, first:end].copy_(self.memory.area(number, index, to[:, first:end]))
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
         """Writes the contiguous ``x`` of all ranks into ``out [n, ...]``, contiguous too, in their order."""
@@ -192,10 +172,3 @@ class SharedRanks:
         self.memory.area(number, self.index, x).copy_(x)
         self.memory.meet(number, self.index, self.timeout_s if timeout_s is None else timeout_s)
         return number
-
-
-def rows_at_once(memory: RankMemory, num_columns: int) -> int:
-    """Returns how many rows of ``num_columns`` numbers in fp32 an area holds."""
-    found = memory.area_bytes // (4 * num_columns)
-    assert found, f"an area of {memory.area_bytes} bytes holds no row of {num_columns} logits"
-    return found

@@ -1,4 +1,4 @@
-"""Ranks: processes that share a model, and how their tensors are summed and gathered."""
+"""Ranks: processes that share a model, and what they send each other."""
 
 from __future__ import annotations
 
@@ -22,17 +22,9 @@ class Ranks(Protocol):
     @property
     def count(self) -> int: ...
 
-    def all_reduce(self, x: Tensor) -> None:
-        """Replaces the contiguous ``x`` by the sum of all ranks' ``x``: that of rank 0, plus that of rank 1, and so on,
-        added in fp32. So every rank has the same bits, and they do not depend on other rows."""
-
     def all_max(self, x: Tensor) -> None:
         """Replaces the contiguous ``x`` by the largest of all ranks' numbers in each place. It is called while weights
         are loaded, when ranks may be minutes apart."""
-
-    def gather(self, x: Tensor, out: Tensor) -> None:
-        """Writes the columns ``x [R, n]`` of all ranks side by side into ``out [R, V]`` of rank 0. Ranks have the
-        columns of :func:`share`; the ``out`` of other ranks may hold anything afterwards."""
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
         """Writes the contiguous ``x`` of all ranks into ``out [n, ...]``, contiguous too, in their order."""
@@ -49,21 +41,13 @@ _NOT_CONNECTED = "a rank's model runs only where it is connected to the others"
 
 
 class DescribedRanks:
-    """Ranks of a model that is described on the ``meta`` device, where there is nothing to sum."""
+    """Ranks of a model that is described on the ``meta`` device, where there is nothing to send."""
 
     index, count = 0, 1
-
-    def all_reduce(self, x: Tensor) -> None:
-        """Does nothing."""
-        assert x.is_meta, _NOT_CONNECTED
 
     def all_max(self, x: Tensor) -> None:
         """Does nothing."""
         assert x.is_meta, "a rank's weights are loaded only where it is connected to the others"
-
-    def gather(self, x: Tensor, out: Tensor) -> None:
-        """Does nothing."""
-        assert x.is_meta, _NOT_CONNECTED
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
         """Does nothing."""

@@ -59,8 +59,8 @@ class LeadingForward(Forward):
         try:
             yield
         except RankError as error:
-            self._team.check()  # the team may know more
             self._team.give_up(str(error))
+            self._team.check()  # raises the team's own reason where it knows more
             raise
         except BaseException as error:
             self._team.give_up(f"rank 0 failed: {error}")

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -270,7 +271,8 @@ def test_a_rank_that_is_lost_before_it_is_told_what_to_load_ends_the_load(
             self.kill()
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
 
-    monkeypatch.setattr("fastgen.runtime.ranks.team.subprocess.Popen", Killed)
+    of_the_team = SimpleNamespace(**{**vars(subprocess), "Popen": Killed})  # others start processes that live
+    monkeypatch.setattr("fastgen.runtime.ranks.team.subprocess", of_the_team)
     with pytest.raises(RankError, match=KILLED):
         fastgen.load(directory, tensor_parallel=2)
     assert not followers(os.getpid())

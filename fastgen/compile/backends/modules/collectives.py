@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,32 +12,14 @@ from torch import Tensor, nn
 from fastgen.compile.backends.modules.stored import NormParameters
 from fastgen.compile.capture.recording import library_call
 from fastgen.compile.host.ranks import Ranks, share
-from fastgen.compile.ops.ranks.triton import SumPartsKernel
+from fastgen.compile.ops.ranks.reference import sum_parts
+
+# Writes the sum of ``parts [n, ...]`` to ``out [...]``, added in their order in fp32.
+AddParts = Callable[[Tensor, Tensor], None]
 
 
 class AllReduce:
-    """The sum of ``x [T, H]`` over all ranks, in place."""
-
-    def __init__(self, ranks: Ranks):
-        self._ranks = ranks
-
-    def __call__(self, x: Tensor) -> Tensor:
-        library_call(self._ranks.all_reduce, x)
-        return x
-
-
-class Gather:
-    """The columns ``x [R, n]`` of all ranks side by side in ``out [R, V]`` of rank 0."""
-
-    def __init__(self, ranks: Ranks):
-        self._ranks = ranks
-
-    def __call__(self, x: Tensor, out: Tensor) -> None:
-        library_call(self._ranks.gather, x, out)
-
-
-class ShotAllReduce:
-    """The sum of ``x [T, H]`` over ``num_ranks`` ranks, in place, which a kernel adds in the order of the ranks.
+    """The sum of ``x [T, H]`` over ``num_ranks`` ranks, in place, which ``add`` adds in the order of the ranks.
 
     In one shot every rank gets the parts of all. In two each gets its share of all parts, and then the others' sums:
     fewer bytes for three ranks and more, but two exchanges. Both give the same bits.
@@ -45,8 +28,8 @@ class ShotAllReduce:
     # Rows up to which one shot is used: a step of so few rows waits for exchanges, not for bytes.
     ONE_SHOT_ROWS = 64
 
-    def __init__(self, ranks: Ranks, num_ranks: int, add: SumPartsKernel):
-        self._ranks, self._num_ranks, self._add = ranks, num_ranks, add
+    def __init__(self, ranks: Ranks, num_ranks: int, add: AddParts | None = None):
+        self._ranks, self._num_ranks, self._add = ranks, num_ranks, add or partial(library_call, sum_parts)
 
     def __call__(self, x: Tensor) -> Tensor:
         count = self._num_ranks
@@ -63,9 +46,9 @@ class ShotAllReduce:
         return x
 
 
-class PaddedGather:
-    """The columns ``x [R, n]`` of ``num_ranks`` ranks side by side in ``out [R, V]`` of rank 0, by messages that are
-    equally long for all ranks."""
+class Gather:
+    """The columns ``x [R, n]`` of ``num_ranks`` ranks side by side in ``out [R, V]`` of rank 0. Ranks have the columns
+    of :func:`share`, and messages that are equally long; the ``out`` of other ranks is left alone."""
 
     def __init__(self, ranks: Ranks, num_ranks: int):
         self._ranks, self._num_ranks = ranks, num_ranks

@@ -52,10 +52,10 @@ def sum_products_spec(arch: str, *, routed: bool = False) -> KernelSpec:
 
 
 class AllReduceKernel:
-    """:meth:`SharedRanks.all_reduce` by a kernel of :func:`all_reduce_spec`. Where a rank does not come, it returns
-    early; the memory's state tells."""
+    """Sums over ranks that share memory, in their order, by a kernel of :func:`all_reduce_spec`. Where a rank does not
+    come, it returns early; the memory's state tells."""
 
-    def __init__(self, kernel: Kernel, ranks: SharedRanks):
+    def __init__(self, kernel: Kernel, ranks: Ranks):
         self._kernel, self._exchange = kernel, _exchange(ranks)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -65,9 +65,9 @@ class AllReduceKernel:
 
 
 class GatherKernel:
-    """:meth:`SharedRanks.gather` by a kernel of :func:`gather_columns_spec`."""
+    """Lays columns of ranks that share memory side by side, by a kernel of :func:`gather_columns_spec`."""
 
-    def __init__(self, kernel: Kernel, ranks: SharedRanks):
+    def __init__(self, kernel: Kernel, ranks: Ranks):
         self._kernel, self._exchange = kernel, _exchange(ranks)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:

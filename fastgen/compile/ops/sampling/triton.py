@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,8 +71,7 @@ class SlotSampling:
         return [top_k, _signed(self.sequence_index, 32), adjusts, int(self.logprobs)]
 
 
-@dataclass(frozen=True)
-class SamplingSpecs:
+class SamplingSpecs(NamedTuple):
     """The kernels of sampling, in launch order."""
 
     scan: KernelSpec
