@@ -156,6 +156,13 @@ def _precompiled_header() -> None:
     use_precompiled_header()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> None:
+    from tests.interpreter import find_builtins_once
+
+    find_builtins_once()
+
+
 @pytest.fixture(scope="session")
 def record(request: pytest.FixtureRequest) -> Record:
     """Notes for docs/recipe-matrix.md what was measured; without ``--matrix`` nothing is kept."""

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import sys
+from functools import cache
 from typing import Annotated, NoReturn
 
 import typer
@@ -67,6 +68,14 @@ def _fastgen(
     """Text generation from declarative model recipes."""
 
 
+@cache
+def _command() -> typer.core.TyperGroup:
+    """Returns the application's command, which takes some 60 ms to make."""
+    command = typer.main.get_command(app)
+    assert isinstance(command, typer.core.TyperGroup)
+    return command
+
+
 def main() -> None:
     """Runs the command line. The exit status is 1, with one message, for an error of fastgen, and 2 for wrong usage."""
     open_closed_streams()
@@ -81,7 +90,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?" instead
     try:
         try:
-            app(prog_name="fastgen")
+            _command()(prog_name="fastgen")
         finally:
             sys.stdout.flush()  # here, where a failure can still be reported
     except FastgenError as error:

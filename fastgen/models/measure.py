@@ -228,6 +228,14 @@ class MeasuredModel:
         return model
 
 
+@lru_cache(
+    maxsize=8
+)  # programs load the same model again and again, to try sizes or for one piece of work after another
+def measured(build: ModelBuild) -> MeasuredModel:
+    """Returns the model that is built as ``build`` says, with all that was measured of it before in this process."""
+    return MeasuredModel(build)
+
+
 def _kind(node: object) -> Hashable:
     """Returns everything in a part of a spec that its memory depends on: sizes, but no names."""
     match node:

@@ -22,7 +22,7 @@ from fastgen.compile.host.device import Device
 from fastgen.compile.host.rank_memory import memory_bytes
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.models.builder import kv_groups, kv_shapes
-from fastgen.models.measure import MeasuredModel, ModelBuild
+from fastgen.models.measure import ModelBuild, measured
 from fastgen.runtime.memory.held import input_buffers, rank_memory_sizes, results, sampling_tensors, storage_bytes
 from fastgen.runtime.memory.sizes import EngineConfig
 from fastgen.runtime.memory.temporaries import Temporaries
@@ -107,7 +107,7 @@ class MemoryModel:
     def __init__(self, build: ModelBuild, device: Device):
         self.build, self.device = build, device
         self.num_kv_groups = len(kv_shapes(build.spec))
-        self.model = MeasuredModel(build)
+        self.model = measured(build)
         self._backend, self._temporaries = self.model.backend(), Temporaries(self.model)
         self._block_bytes = lru_cache(maxsize=64)(self._measure_block)
 

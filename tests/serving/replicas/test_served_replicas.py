@@ -20,6 +20,7 @@ from fastgen.serving.clients.deployments import deployments
 from tests.serving.replicas.processes import started_by
 from tests.serving.server_process import ServerProcess, served
 
+pytestmark = pytest.mark.slow
 WAIT_S = 120.0
 REPLICA, INGRESS = "ServeReplica:fastgen:Replicas", "fastgen.serving.replicas.ingress_process"
 ENGINE = "fastgen.serving.engine.process"
@@ -97,7 +98,6 @@ def test_a_request_is_explained_whatever_replicas_answered_its_prompts(replicas:
     assert len(found.headers["x-request-numbers"].split()) < len(PROMPTS)
 
 
-@pytest.mark.slow
 def test_a_killed_replica_loses_no_request_that_had_not_begun_and_returns(
     replicas: ServerProcess, llm: fastgen.LLM
 ) -> None:
@@ -130,7 +130,6 @@ def test_a_killed_replica_loses_no_request_that_had_not_begun_and_returns(
     assert killed not in started_by(replicas.process.pid, REPLICA)
 
 
-@pytest.mark.slow
 def test_a_stream_that_had_begun_ends_with_an_error_event(replicas: ServerProcess) -> None:
     until_ready(replicas, 2)
     with httpx2.stream(
@@ -149,7 +148,6 @@ def test_a_stream_that_had_begun_ends_with_an_error_event(replicas: ServerProces
     until_ready(replicas, 2)
 
 
-@pytest.mark.slow
 def test_the_death_of_the_ingress_is_survived(replicas: ServerProcess) -> None:
     (before,) = started_by(replicas.process.pid, INGRESS)
     os.kill(before, signal.SIGKILL)
@@ -161,7 +159,6 @@ def test_the_death_of_the_ingress_is_survived(replicas: ServerProcess) -> None:
     assert listed.pid in started_by(replicas.process.pid, INGRESS)
 
 
-@pytest.mark.slow
 def test_a_client_ends_the_server_with_its_replicas_and_its_cluster(replicas: ServerProcess) -> None:
     fastgen.client(replicas.address).terminate_server()
     assert replicas.process.wait(WAIT_S) == 0
