@@ -98,8 +98,7 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
-        gc.collect()
-        gc.freeze()
+        gc.freeze()  # what was dropped so far is too little to look for
         gc.set_threshold(10_000)
 
 

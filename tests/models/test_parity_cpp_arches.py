@@ -70,6 +70,7 @@ def test_a_matrix_unit_multiplies_bytes_with_the_bits_of_vectors(
     same_answer.assert_same_bits(expected, found, f"{weights} on {emulated}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("emulated", EMULATED)
 def test_a_matrix_unit_differs_by_less_than_rounding_to_bf16_does(
     emulated: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

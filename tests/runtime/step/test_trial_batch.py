@@ -26,7 +26,7 @@ from tests.runtime.test_same_answer_triton import SIZES
 OPTIONS: dict[str, Any] = {
     "target": "triton",
     "block_size": 4,
-    "max_num_seqs": 4,
+    "max_num_seqs": 3,
     "dtype": "float32",
     "prefix_caching": False,
 }
@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     directory = save(randomise(LlamaForCausalLM(LlamaConfig(**SIZES)), seed=3), tmp_path_factory.mktemp("model"))
-    with fastgen.load(Path(directory), token_budget=12, max_model_len=44, **OPTIONS) as loaded:
+    with fastgen.load(Path(directory), token_budget=6, max_model_len=44, **OPTIONS) as loaded:
         yield loaded
 
 
@@ -75,7 +75,7 @@ def test_a_graph_that_replays_differently_is_an_error(llm: LLM, what: str, monke
         getattr(forward, what)[0, 0] += 1
 
     monkeypatch.setattr(Tape, "replay", replay_wrongly)
-    name = {"_hidden": "a step of 12 tokens", "_logits": "logits of 4 rows"}[what]
+    name = {"_hidden": "a step of 6 tokens", "_logits": "logits of 3 rows"}[what]
     with pytest.raises(CaptureError, match=f"^{name}: a replay gives other results than the step"):
         capture_again(llm)
     monkeypatch.undo()

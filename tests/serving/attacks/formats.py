@@ -95,7 +95,7 @@ async def _generate(target: Target, body: dict[str, Any]) -> Answered:
 
 
 ATTACKS = {
-    "slow_trials": Attack(slow_trials, 8, 200),
+    "slow_trials": Attack(slow_trials, 6, 200),
     "abandoned_trials": Attack(abandoned_trials, 16, 64),
     "large_formats": Attack(large_formats, 64, 200),
     "wide_formats": Attack(wide_formats, 4, 24),
