@@ -174,11 +174,7 @@ def check_integer_products(recipe: str, count: int, directory: Path) -> None:
         assert torch.equal(found, expected)
 
 
-def test_int8_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
-    check_integer_products("deepseek_v3", 2, tmp_path)
-
-
-@pytest.mark.slow
+@pytest.mark.slow  # tests/compile/test_ranks.py has the products of one layer, and of experts
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("count", COUNTS)
 def test_int8_ranks_of_every_recipe_have_the_bits_of_one(recipe: str, count: int, tmp_path: Path) -> None:

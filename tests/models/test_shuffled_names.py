@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -224,16 +225,21 @@ PUBLISHED_MEASUREMENTS = ("lab/paper/", "lab/plan/sheet.py", "cli/bench_paper.py
 KINDS_OF_SCALING = {"llama3"}  # the word in config.json for a kind of scaling
 
 
+@cache
+def names_of_families() -> re.Pattern[str]:
+    names = {*shipped_texts(), *shipped_architectures(), *model_types()}
+    whole = {re.sub(r"(ForCausalLM|LMHeadModel)$", "", name).lower() for name in names}
+    stems = whole | {match[0] for name in whole if (match := re.match("[a-z]+", name))}  # qwen of qwen3_moe
+    return re.compile(rf"(?<![a-z])(?:{'|'.join(map(re.escape, sorted(stems)))})(?![a-z])", re.I)
+
+
 def families_named_in(source: str) -> Iterator[tuple[int, str]]:
     """Yields string constants, except docstrings, that contain the name of a shipped recipe, architecture or model
     type.
     """
     tree = ast.parse(source)
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    names = {*shipped_texts(), *shipped_architectures(), *model_types()}
-    whole = {re.sub(r"(ForCausalLM|LMHeadModel)$", "", name).lower() for name in names}
-    stems = whole | {match[0] for name in whole if (match := re.match("[a-z]+", name))}  # qwen of qwen3_moe
-    named = re.compile("|".join(rf"(?<![a-z]){re.escape(stem)}(?![a-z])" for stem in sorted(stems)), re.I)
+    named = names_of_families()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in docstrings:
             continue
