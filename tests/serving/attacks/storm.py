@@ -2,8 +2,9 @@
 
 Honest clients stream answers that are known from the library. Three kinds of turns alternate: alone; beside processes
 that compute and attack nothing; beside all attacks of this folder, each repeated. Each honest answer must be right, and
-the gaps between tokens are compared. Attackers run on the same machine, so the second kind, with as many processes of
-the same priority, shows what their own work costs, whatever they send.
+the gaps between tokens are compared. All clients run on one half of the machine's cores and the server on the other, as
+if these were two machines. Attackers still share cores with honest clients, so the second kind, with as many processes
+of the same priority, shows what their own work costs, whatever they send.
 
 ``python -m tests.serving.attacks.storm --seconds 120 --streams 50 --output FILE`` writes the results.
 """
@@ -242,6 +243,12 @@ async def wrong_after(server: ServerProcess, pool: list[Known]) -> list[str]:
     return wrong
 
 
+def halves(cores: set[int]) -> tuple[set[int], set[int]]:
+    """Returns the cores for clients and those for the server; where there is one only, both have it."""
+    ordered = sorted(cores)
+    return set(ordered[: len(ordered) // 2]) or cores, set(ordered[len(ordered) // 2 :])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120, help="of all turns beside attacks, together")
@@ -261,7 +268,10 @@ def main() -> None:
         "streams": given.streams,
     }
     pool = draw_pool(random.Random(0), 40)
+    ours, theirs = halves(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, theirs)  # the server takes over what it is started with
     with served(MODEL, *FLAGS) as server:
+        os.sched_setaffinity(0, ours)
         sizes = {"seconds": given.seconds, "num_streams": given.streams, "num_turns": given.turns}
         found = run(server, pool, is_large=True, **sizes)
     about |= found.summary()
