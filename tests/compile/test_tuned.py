@@ -99,6 +99,7 @@ def test_a_model_is_built_ahead_by_the_choices_for_the_device(cache: KernelCache
     assert tuned_split(shape, 16, other, META) == candidate_splits(shape, 16, "interpret", 2)[0]
 
 
+@pytest.mark.slow
 def test_attention_is_tuned_once_for_all_numbers_of_slots_of_a_server(cache: KernelCache, loader: KernelLoader) -> None:
     """Few slots are few decodes, which may be cut in another way."""
     shape = AttentionShape(4, 2, 16, 16, "fp32", 0.25)

@@ -63,7 +63,7 @@ def test_among_forty_others_in_a_drawn_order(directory: Path, alone: list[Genera
         assert_same(alone, answers(llm, token_budget))
 
 
-@pytest.mark.parametrize("token_budget", cases([9, 32], fast=[9]))
+@pytest.mark.parametrize("token_budget", cases([9, 32], fast=[32]))
 def test_with_preemptions(directory: Path, alone: list[GenerationOutput], token_budget: int) -> None:
     options = {"target": "torch", "token_budget": token_budget, "max_num_seqs": 8}
     with fastgen.load(directory, kv_cache_memory=small_cache(directory, SMALL_CACHE, **options), **options) as llm:

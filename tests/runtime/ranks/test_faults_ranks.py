@@ -262,6 +262,7 @@ def test_a_rank_that_is_lost_while_it_loads_ends_the_load(directory: Path) -> No
     assert not followers(os.getpid())
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_before_it_is_told_what_to_load_ends_the_load(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
