@@ -14,7 +14,7 @@ import transformers
 
 import fastgen
 from fastgen.compile.capture.tape import LibraryCall, Tape
-from fastgen.compile.host.group_ranks import MeetingPoint
+from fastgen.compile.host.group_ranks import GroupRanks, MeetingPoint
 from fastgen.errors import RankError
 from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.llm import LLM
@@ -22,7 +22,7 @@ from fastgen.runtime.ranks.leading import LeadingForward
 from fastgen.runtime.step.step import Step
 from tests.fast import cases
 from tests.reference import randomise, save
-from tests.runtime.ranks.models import save_family
+from tests.runtime.ranks.models import VOCAB_SIZE, prompts, save_family
 from tests.runtime.ranks.test_faults_ranks import followers, is_there, run_until_lost
 from tests.runtime.test_same_answer_triton import OPTIONS, PROMPTS, SAMPLINGS, SIZES
 
@@ -91,6 +91,27 @@ def test_steps_run_ahead_and_have_their_sums(by_group: bool, model: Path, reques
         for graph in own._heads.values():  # type: ignore[attr-defined]
             calls = [str(each) for each in graph.entries if isinstance(each, LibraryCall)]
             assert calls.count("all_gather") == calls.count("broadcast") == 1
+
+
+def test_a_group_answers_as_one_rank(meetings: Path, tmp_path: Path) -> None:
+    directory = save_family("llama", tmp_path / "model")
+    request = {"max_new_tokens": 3, "temperature": 0, "logprobs": VOCAB_SIZE, "prompt_logprobs": 0}
+    with fastgen.load(directory, target="torch") as llm:
+        expected = llm.generate(prompts(2), **request)
+    with fastgen.load(directory, target="torch", tensor_parallel=2) as llm:
+        found = llm.generate(prompts(2), **request)
+        forward = llm._engine.runner.forward  # type: ignore[union-attr]
+        assert isinstance(forward, LeadingForward)
+        assert isinstance(forward._team._members.group, GroupRanks)
+    assert not list(meetings.iterdir())
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.error is None
+        assert len(mine.token_ids) == 3
+        row, same = mine.logprobs[0], other.logprobs[0]  # type: ignore[index]
+        assert row.keys() == same.keys()
+        assert max(abs(row[token_id] - same[token_id]) for token_id in row) < 1e-4
+        pairs = zip(mine.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True)  # type: ignore[index]
+        assert all(abs(row[token_id] - same[token_id]) < 1e-4 for row, same in pairs for token_id in row)
 
 
 @pytest.mark.parametrize("fault", cases([signal.SIGKILL, signal.SIGSTOP], fast=[]))
