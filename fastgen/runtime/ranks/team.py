@@ -215,8 +215,9 @@ class Team:
         threading.Thread(target=_open, args=arguments, name="fastgen ranks meet", daemon=True).start()
         while True:
             with contextlib.suppress(TimeoutError):
-                members.group = opening.result(timeout=0.1)
-                return members.group
+                members.group = group = opening.result(timeout=0.1)
+                self.check()  # a rank that was lost before has ended no exchange of the group
+                return group
             self.check()
 
     def meet(self) -> None:

@@ -1,0 +1,198 @@
+"""Ranks, watched without processes: what is waited for, who is late, and what an error says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fastgen.compile.host.group_ranks import MeetingPoint
+from fastgen.compile.host.rank_memory import TIMEOUT_S, RankMemory
+from fastgen.errors import RankError
+from fastgen.runtime.ranks import follower, team
+from fastgen.runtime.ranks.part import _sample_together
+from fastgen.runtime.ranks.team import READY, _Members, ending_on_error
+from fastgen.runtime.step.plans import Kind, PlanBoard
+
+NUM_RANKS = 3
+
+
+class Clock:
+    """A clock that the tests set."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(team, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def board() -> PlanBoard:
+    memory = RankMemory(NUM_RANKS, 4096, PlanBoard.size_bytes(NUM_RANKS, 64))
+    return PlanBoard(memory, 64)
+
+
+def write(board: PlanBoard) -> None:
+    board.write(Kind.LOGITS, (1,), [np.zeros(1, np.int64)], lambda rank: None)
+
+
+def members(board: PlanBoard, meeting: MeetingPoint | None) -> _Members:
+    return _Members(board._memory, board, meeting)
+
+
+def test_the_rank_that_has_taken_fewest_plans_is_the_slowest(board: PlanBoard) -> None:
+    assert board.slowest() is None
+    write(board)
+    board.taken(1)
+    assert board.slowest() == (2, 0)
+    board.taken(2)
+    assert board.slowest() is None
+    write(board)
+    board.taken(2)
+    assert board.slowest() == (1, 1)
+
+
+def test_a_rank_is_late_when_its_next_plan_has_waited_long(board: PlanBoard, clock: Clock) -> None:
+    watch = team._Watch(board)
+    clock.now_s += 10 * TIMEOUT_S
+    assert watch.late_rank() is None, "nothing waits"
+    write(board)
+    assert watch.late_rank() is None
+    clock.now_s += TIMEOUT_S
+    assert watch.late_rank() is None
+    board.taken(1)
+    clock.now_s += 1.0
+    assert watch.late_rank() is None, "the slowest is another one now"
+    clock.now_s += TIMEOUT_S
+    assert watch.late_rank() is None
+    clock.now_s += 1.0
+    assert watch.late_rank() == 2
+    board.taken(2)
+    assert watch.late_rank() is None
+
+
+def watched(
+    of: _Members, monkeypatch: pytest.MonkeyPatch, clock: Clock, *, turns: int = 3
+) -> tuple[list[float | None], list[str]]:
+    """How long each wait for messages was to be, where none came, and why ranks were found to be lost."""
+    waits: list[float | None] = []
+    lost: list[str] = []
+
+    def wait(connections: object, timeout_s: float | None = None) -> list[Any]:
+        waits.append(timeout_s)
+        clock.now_s += 0.6 * TIMEOUT_S
+        of.is_closing = len(waits) == turns
+        return []
+
+    monkeypatch.setattr(team, "wait", wait)
+    monkeypatch.setattr(_Members, "lose", lambda self, why: lost.append(why))
+    of._watch()
+    return waits, lost
+
+
+@pytest.mark.parametrize("has_group", [True, False])
+def test_ranks_of_a_group_are_looked_at_between_messages(
+    has_group: bool, board: PlanBoard, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    of = members(board, MeetingPoint("gloo", tmp_path / "meeting") if has_group else None)
+    of.group = SimpleNamespace() if has_group else None  # type: ignore[assignment]
+    of.num_sent[READY] = NUM_RANKS - 1
+    write(board)
+    board.taken(2)
+    waits, lost = watched(of, monkeypatch, clock)
+    assert waits == [team._LOOK_S if has_group else None] * 3
+    assert lost == (["rank 1 of 3 takes no plans"] if has_group else [])
+
+
+def test_ranks_that_load_are_not_late(
+    board: PlanBoard, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    of = members(board, MeetingPoint("gloo", tmp_path / "meeting"))
+    of.group = SimpleNamespace()  # type: ignore[assignment]
+    write(board)
+    assert watched(of, monkeypatch, clock)[1] == []
+
+
+def test_a_group_is_left_once(board: PlanBoard, tmp_path: Path) -> None:
+    """When a rank is lost its exchanges end, and they end once."""
+    num_aborts = 0
+
+    def abort() -> None:
+        nonlocal num_aborts
+        num_aborts += 1
+
+    of = members(board, MeetingPoint("gloo", tmp_path / "meeting"))
+    of.group = SimpleNamespace(abort=abort)  # type: ignore[assignment]
+    of.lose("rank 2 of 3 failed")
+    of.lose("another reason")
+    assert (of.lost, num_aborts) == ("rank 2 of 3 failed", 1)
+
+
+@pytest.mark.parametrize(
+    ("raised", "lost", "message"),
+    [
+        (RankError("a wait ended"), "rank 1 of 2 was ended", "rank 1 of 2 was ended"),
+        (RankError("a wait ended"), None, "a wait ended"),
+        (ValueError("of the model"), "rank 1 of 2 was ended", "of the model"),
+    ],
+)
+def test_an_error_says_what_the_team_knows(raised: Exception, lost: str | None, message: str) -> None:
+    closed: list[bool] = []
+    known: Any = SimpleNamespace(lost=lost, close=lambda: closed.append(True))
+    with pytest.raises(type(raised), match=f"^{message}$"), ending_on_error(known):
+        raise raised
+    assert closed == [True]
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+    """The cores to which a process is kept, of four."""
+    kept: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 7, 9}, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, chosen: kept.append(set(chosen)), raising=False)
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("platform", "count", "expected"),
+    [("linux", 2, [{7, 9}]), ("linux", 4, [{5}]), ("linux", 5, []), ("darwin", 2, [])],
+)
+def test_a_follower_keeps_to_its_share_of_the_cores(
+    platform: str, count: int, expected: list[set[int]], cores: list[set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.platform", platform)
+    follower._bind(1, count)
+    assert cores == expected
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_the_leader_samples_and_all_get_the_tokens(leads: bool) -> None:
+    done: list[str] = []
+
+    class Ranks:
+        def broadcast(self, x: Tensor) -> None:
+            assert x is ids
+            done.append("broadcast")
+
+    ids, logits = torch.zeros(2, dtype=torch.int32), torch.zeros(1, 3)
+
+    def sample(given: Tensor) -> None:
+        assert given is logits
+        done.append("sample")
+
+    _sample_together(sample if leads else None, Ranks(), ids, logits)  # type: ignore[arg-type]
+    assert done == (["sample", "broadcast"] if leads else ["broadcast"])
