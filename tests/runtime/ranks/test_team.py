@@ -17,7 +17,7 @@ from fastgen.compile.host.rank_memory import TIMEOUT_S, RankMemory
 from fastgen.errors import RankError
 from fastgen.runtime.ranks import follower, team
 from fastgen.runtime.ranks.part import _sample_together
-from fastgen.runtime.ranks.team import READY, _Members, ending_on_error
+from fastgen.runtime.ranks.team import READY, Team, _Members, ending_on_error
 from fastgen.runtime.step.plans import Kind, PlanBoard
 
 NUM_RANKS = 3
@@ -196,3 +196,15 @@ def test_the_leader_samples_and_all_get_the_tokens(leads: bool) -> None:
 
     _sample_together(sample if leads else None, Ranks(), ids, logits)  # type: ignore[arg-type]
     assert done == (["sample", "broadcast"] if leads else ["broadcast"])
+
+
+@pytest.mark.parametrize("lost", [None, "rank 1 of 3 was ended"])
+def test_a_team_looks_into_the_memory_until_it_knows_that_a_rank_is_lost(lost: str | None) -> None:
+    memory = RankMemory(NUM_RANKS, 4096)
+    known: Any = SimpleNamespace(lost=None, memory=memory)
+    known.give_up = lambda why: setattr(known, "lost", why)
+    Team.check(known)
+    memory._state[0] = 1 + 2  # rank 2 did not come to an exchange
+    known.lost = lost
+    with pytest.raises(RankError, match=f"^{lost or 'rank 2 of 3 did not come to a sum over ranks in time; .*'}$"):
+        Team.check(known)
