@@ -57,7 +57,7 @@ def _check_gpus(count: int, device: Device) -> None:
                 f"{device.memory_bytes:,} bytes, {other} {other.name} of {other.memory_bytes:,} bytes; choose others "
                 f"by CUDA_VISIBLE_DEVICES"
             )
-    if not torch.distributed.is_nccl_available():
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
         raise InvalidArgumentError(f"tensor_parallel={count}: this torch ({torch.__version__}) is built without NCCL")
 
 

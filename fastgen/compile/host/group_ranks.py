@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 
 from fastgen.compile.host.device import being_current
 from fastgen.compile.host.rank_memory import LOADING_TIMEOUT_S
@@ -33,7 +32,14 @@ class GroupRanks:
     """One rank of the process ``group``. On a GPU all is launched on the current stream, and can be captured."""
 
     def __init__(self, group: Any, index: int, count: int):
+        from torch._C import _distributed_c10d as c10d  # not above: some builds of torch lack it
+
         self._group, self.index, self.count = group, index, count
+        self._gathers, self._swaps = c10d.AllgatherOptions(), c10d.AllToAllOptions()
+        self._broadcasts = c10d.BroadcastOptions()
+        self._broadcasts.rootRank, self._broadcasts.rootTensor = 0, 0
+        for options in (self._gathers, self._swaps, self._broadcasts):
+            options.asyncOp = False
 
     def all_max(self, x: Tensor) -> None:
         """Replaces the contiguous ``x`` by the largest of all ranks' numbers in each place."""
@@ -43,21 +49,15 @@ class GroupRanks:
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
         """Writes the contiguous ``x`` of all ranks into ``out [n, ...]``, contiguous too, in their order."""
-        options = c10d.AllgatherOptions()
-        options.asyncOp = False
-        self._exchange(self._group._allgather_base, out.view(-1), x.view(-1), options)
+        self._exchange(self._group._allgather_base, out.view(-1), x.view(-1), self._gathers)
 
     def all_to_all(self, x: Tensor, out: Tensor) -> None:
         """Gives rank ``i`` the piece ``x[i]``. Writes those that all ranks have for this one into ``out [n, ...]``."""
-        options = c10d.AllToAllOptions()
-        options.asyncOp = False
-        self._exchange(self._group.alltoall_base, out.view(-1), x.view(-1), [], [], options)
+        self._exchange(self._group.alltoall_base, out.view(-1), x.view(-1), [], [], self._swaps)
 
     def broadcast(self, x: Tensor) -> None:
         """Replaces the contiguous ``x`` by that of rank 0."""
-        options = c10d.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, False
-        self._exchange(self._group.broadcast, [x], options)
+        self._exchange(self._group.broadcast, [x], self._broadcasts)
 
     def abort(self) -> None:
         """Ends every exchange of this rank, also those that a GPU waits in. No exchange may follow."""
@@ -75,8 +75,8 @@ class GroupRanks:
 
 
 class MeetingPoint(NamedTuple):
-    """Where the ranks of a group find each other: a ``file`` that none of them has made, for the ``library`` that
-    connects them."""
+    """The place where the ranks of a group find each other. ``library`` connects them. It makes the ``file``, which is
+    not there before."""
 
     library: Library
     file: Path
@@ -88,6 +88,8 @@ def open_group(meeting: MeetingPoint, index: int, count: int, device: torch.devi
     The group is none of those that :mod:`torch.distributed` knows by name, so the process may have others. Raises
     ``RuntimeError`` or :class:`RankError` if the ranks cannot be connected.
     """
+    from torch._C import _distributed_c10d as c10d
+
     store = c10d.FileStore(str(meeting.file), count)
     timeout = timedelta(seconds=LOADING_TIMEOUT_S)
     group: Any

@@ -303,7 +303,7 @@ def _open(opening: Future[GroupRanks], meeting: MeetingPoint, count: int, device
     """Puts rank 0 of a group into ``opening``, or why there is none."""
     try:
         opening.set_result(open_group(meeting, 0, count, device))
-    except Exception as error:
+    except Exception as error:  # libraries raise classes of their own
         opening.set_exception(RankError(f"the ranks cannot be connected by {meeting.library}: {error}"))
 
 

@@ -119,7 +119,11 @@ class _Vocabulary:
             if self._end_id in ids:
                 raise ValueError("its token ids have gaps")
             num_ids = max(vocab_size, self._end_id + 1, *ids)
-            described = _without_leading_space(json.loads(backend.to_str()))
+            described = json.loads(backend.to_str())
+            for step in _steps(described["pre_tokenizer"]):
+                if step["type"] == "ByteLevel":
+                    # The library encodes what must come next in the middle of an answer, where no space may be added.
+                    step["add_prefix_space"] = False
             self._tokenizer = self._library.LLTokenizer(json.dumps(described), n_vocab=num_ids, eos_token=self._end_id)
         except (AttributeError, ValueError) as error:
             raise InvalidArgumentError(
@@ -182,20 +186,13 @@ class _Vocabulary:
         return words[: self._num_words] & self._in_head, may_end
 
 
-def _without_leading_space(tokenizer: dict[str, Any]) -> dict[str, Any]:
-    """Returns a tokenizer, as ``tokenizer.json`` describes it, that puts no space before texts that it splits into
-    bytes. The library encodes what must come next, in the middle of an answer, and would find a space that may not.
-    """
-    step = tokenizer["pre_tokenizer"] or {}
-    steps = [{**each, **({"add_prefix_space": False} if each["type"] == "ByteLevel" else {})} for each in _steps(step)]
-    return tokenizer | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps} if steps else None}
-
-
-def _steps(pre_tokenizer: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the steps of a pre-tokenizer, which may be sequences of others."""
-    if pre_tokenizer.get("type") == "Sequence":
+def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Returns the steps of a pre-tokenizer as ``tokenizer.json`` describes it. They may be sequences of others."""
+    if pre_tokenizer is None:
+        return []
+    if pre_tokenizer["type"] == "Sequence":
         return [step for part in pre_tokenizer["pretokenizers"] for step in _steps(part)]
-    return [pre_tokenizer] if pre_tokenizer else []
+    return [pre_tokenizer]
 
 
 def _first_of(mask: Mask) -> int:

@@ -350,7 +350,7 @@ def test_equal_gpus_may_share_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_have_neighbouring_gpus(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank is told its own, and all of them the same place to meet."""
+    """Each rank has the GPU behind that of the rank before, and all ranks have the same place to meet."""
     setups: list[RankSetup] = []
     monkeypatch.setattr("fastgen.runtime.arrangement.Team", lambda given: setups.extend(given))
     options = LoadOptions(model=directory, tensor_parallel=4)

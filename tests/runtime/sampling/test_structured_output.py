@@ -193,7 +193,7 @@ def test_any_object_is_one(grammars: Grammars, tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("in_a_sequence", [True, False])
 def test_a_tokenizer_may_put_a_space_before_texts(grammars: Grammars, tokenizer: Any, in_a_sequence: bool) -> None:
-    """The same tokens are allowed, also where the format says what comes next."""
+    """It allows the same tokens as a tokenizer that adds none, also where only one text may come next."""
     spaced = deepcopy(tokenizer)
     split = pre_tokenizers.ByteLevel(add_prefix_space=True)
     spaced.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split]) if in_a_sequence else split

@@ -58,7 +58,7 @@ class Gather:
         most = max(end - first for first, end in columns)
         own = x
         if x.shape[1] < most:
-            own = x.new_empty(len(x), most)  # nobody reads the columns behind its own
+            own = x.new_empty(len(x), most)  # the columns behind those of x are sent, and not read
             library_call(Tensor.copy_, own[:, : x.shape[1]], x)
         parts = x.new_empty(self._num_ranks, len(x), most)
         library_call(self._ranks.all_gather, own, parts)
