@@ -57,6 +57,7 @@ class Subject:
         self.vocab_size, self.max_rows = vocab_size, max_rows
         specs = sampling_specs(vocab_size, **options)
         self.kernels = SamplingKernel(specs, loader.load, max_rows=max_rows, max_slots=max_rows, device=CPU)
+        self.kept = {argument.name for spec in specs for argument in spec.arguments}
         self.rng = torch.Generator().manual_seed(vocab_size)
         for name in ("uses", "mask", "bias"):
             if options.get({"uses": "penalties"}.get(name, name), True):
@@ -116,7 +117,20 @@ class Subject:
         token_ids, status = sample(scores, draws)
         return token_ids, torch.where(raw_status == RowStatus.OK, status, raw_status)
 
+    def spoil(self) -> None:
+        """Puts numbers into all that the kernels only keep for each other, as another step may have left them."""
+        spoiled = {
+            INF: ("peaks", "sums", "drawn", "raw_peaks", "raw_sums"),
+            2**31 - 1: ("peak_ids", "states", "masses", "drawn_ids", "bin_counts", "bin_masses", "list_counts"),
+            -(2**31): ("list_keys", "list_ids", "slice_top", "slice_top_ids"),
+        }
+        for number, names in spoiled.items():
+            for name in names:
+                if name in self.kept:
+                    self.kernels.buffer(name).fill_(number)
+
     def run(self, logits: Tensor, samplings: list[SlotSampling], positions: Tensor) -> Tensor:
+        self.spoil()
         num_rows = len(samplings)
         slots = torch.arange(self.max_rows - 1, self.max_rows - 1 - num_rows, -1, dtype=torch.int32)
         for slot, sampling in zip(slots.tolist(), samplings, strict=True):
@@ -231,6 +245,16 @@ def test_among_equals_the_lowest_ids_are_kept_and_drawn(loader: KernelLoader) ->
     assert kept[2] <= {10, 22, 34, 46, 58}
     assert kept[3] <= {10, 22, 34}  # of weight 8 + 92 / e³
     assert kept[4] <= set(range(10, 100, 12))
+
+
+def test_weights_add_up_to_the_same_number_in_any_order(loader: KernelLoader) -> None:
+    subject = Subject(loader, 200, 8)
+    logits = torch.randn(200, generator=subject.rng) * 2
+    orders = [torch.randperm(200, generator=subject.rng) for _ in range(8)]
+    subject.check(torch.stack([logits[order] for order in orders]), [SlotSampling(temperature=1.0, top_p=0.9)] * 8)
+    (total,) = set(subject.kernels.buffer("masses").sum(1).tolist())
+    expected = (logits.double() - logits.max()).exp().sum().item() * 2.0**54
+    assert total == pytest.approx(expected, rel=1e-6)
 
 
 def test_rows_that_cannot_be_sampled_say_so_and_disturb_no_other(loader: KernelLoader) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 
 import fastgen
 from fastgen.errors import FastgenError
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.llm import LLM
 from tests.runtime.checkpoints import save_checkpoint
 
@@ -42,3 +44,15 @@ def test_the_output_is_there_at_the_end_only(llm: LLM) -> None:
         rest = [chunk.finish_reason for chunk in stream]
     assert rest == [None, None, "length"]
     assert (stream.output.finish_reason, len(stream.output.token_ids)) == ("length", 4)
+
+
+def test_nothing_is_kept_of_streams_that_ended(llm: LLM) -> None:
+    def num_generations() -> int:
+        llm.generate(PROMPT, max_new_tokens=1)
+        gc.collect()
+        return sum(isinstance(each, Generation) for each in gc.get_objects())
+
+    before = num_generations()
+    for _ in range(3):
+        list(llm.stream(PROMPT, max_new_tokens=2))
+    assert num_generations() == before

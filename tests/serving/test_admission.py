@@ -147,6 +147,14 @@ def test_what_would_come_too_late_is_refused_and_told_when_it_would_have_come() 
     assert door.reasons == ["ttft_slo"]
 
 
+def test_a_client_is_told_to_wait_until_its_request_could_be_admitted() -> None:
+    door = Door(ttft_slo_s=1.0)
+    door.admission.observe(engine({1: 0.01, 512: 0.5}))
+    refusal = door.refusal(10 * 512)
+    assert refusal.predicted_ttft_s == pytest.approx(5.0, rel=0.03)
+    assert refusal.retry_after_s == pytest.approx(4.0, rel=0.04)
+
+
 def test_the_more_urgent_is_not_refused_for_what_stands_behind_it() -> None:
     door = Door(ttft_slo_s=1.0)
     door.admission.observe(engine({1: 0.01, 512: 0.1}))
@@ -187,11 +195,22 @@ def test_what_makes_gaps_too_long_is_refused_unless_nobody_has_any() -> None:
     door = Door(itl_target_ms=25)
     door.admission.observe(engine({1: 0.010, 2: 0.020, 4: 0.030}))
     admitted = [door.admission.admit(1, ANSWER), door.admission.admit(1, ANSWER)]
-    assert "30.0 ms" in str(door.refusal(1))
+    assert "30.0 ms" in str(refusal := door.refusal(1))
+    assert refusal.retry_after_s == 1.0
     for each in admitted:
         each.ended()
     door.admission.admit(1, SamplingParams(max_new_tokens=10, n=4))
     assert door.reasons == ["itl_target"]
+
+
+def test_a_client_whose_request_makes_gaps_too_long_waits_for_the_prompts_before_it() -> None:
+    door = Door(itl_target_ms=25)
+    door.admission.observe(engine({1: 0.010, 2: 0.020, 4: 0.030, 512: 0.5}))
+    for _ in range(2):
+        door.admission.admit(6 * 512, ANSWER)
+    refusal = door.refusal(1)
+    assert refusal.predicted_ttft_s is not None and refusal.predicted_ttft_s > 5
+    assert refusal.retry_after_s == refusal.predicted_ttft_s
 
 
 def test_a_new_engine_has_nothing_in_it() -> None:

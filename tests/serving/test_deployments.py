@@ -200,6 +200,16 @@ def test_entries_of_dead_processes_are_removed(directory: Path, sleeper: subproc
         assert deployments() == []
 
 
+def test_a_process_of_a_system_without_proc_is_known_to_run_or_not(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastgen.serving.clients.deployments.Path", lambda name: tmp_path / name[1:])
+    assert process_birth(sleeper.pid) == "unknown"
+    sleeper.kill()
+    sleeper.wait()
+    assert process_birth(sleeper.pid) is None
+
+
 def test_entries_of_other_machines_that_share_the_directory_are_left_alone(directory: Path) -> None:
     elsewhere = stand_in("elsewhere", host="another", birth="1")  # with the same process id as this process
     with registered(stand_in("here")), registered(elsewhere):

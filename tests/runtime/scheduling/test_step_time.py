@@ -74,6 +74,20 @@ def test_what_it_has_learned_survives_a_long_time_of_other_steps() -> None:
         model.observe(work, COST.seconds(work))
 
 
+def test_what_another_model_has_learned_replaces_what_this_one_has() -> None:
+    taught, other, rng = StepTimeModel(), StepTimeModel(), random.Random(7)
+    learn(taught, [mixed(rng) for _ in range(100)], rng, noise=0.05)
+    for _ in range(100):
+        other.observe(work := mixed(rng), 3 * COST.seconds(work))
+    work = mixed(rng)
+    assert other.predict_s(work) > 2 * taught.predict_s(work)
+    other.recall(taught.learned)
+    assert other.learned == taught.learned
+    for work in (work, decodes(rng)):
+        assert other.predict_s(work) == taught.predict_s(work)
+        assert other.upper_bound_s(work) == taught.upper_bound_s(work)
+
+
 def test_pauses_of_the_machine_do_not_count_for_much() -> None:
     model, rng = StepTimeModel(), random.Random(3)
     learn(model, [mixed(rng) for _ in range(100)], rng, noise=0.02)
