@@ -83,9 +83,9 @@ def test_what_another_model_has_learned_replaces_what_this_one_has() -> None:
     assert other.predict_s(work) > 2 * taught.predict_s(work)
     other.recall(taught.learned)
     assert other.learned == taught.learned
-    for work in (work, decodes(rng)):
-        assert other.predict_s(work) == taught.predict_s(work)
-        assert other.upper_bound_s(work) == taught.upper_bound_s(work)
+    for each in (work, decodes(rng)):
+        assert other.predict_s(each) == taught.predict_s(each)
+        assert other.upper_bound_s(each) == taught.upper_bound_s(each)
 
 
 def test_pauses_of_the_machine_do_not_count_for_much() -> None:
