@@ -51,6 +51,11 @@ extern "C" void bytes(int rows, int columns, int depth, const void* a, const voi
     run(rows, columns, depth, a, b, sums, [] { dot_i8_u8<0, 3, 7>(); });
 }
 extern "C" void without_shapes() { zero_tile<0>(); }
+extern "C" void of_shape(int rows, int row_bytes) {
+    TileShapes shapes;
+    shapes.set(2, rows, row_bytes);
+    const TilesInUse in_use(shapes);
+}
 """
 
 
@@ -128,6 +133,20 @@ def test_what_the_hardware_would_trap_ends_the_process(library: Path) -> None:
     code = f"import ctypes; ctypes.CDLL({str(library)!r}).without_shapes()"
     done = subprocess.run(["python3", "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (-6, "AMX would trap: this thread's tiles have no shapes\n")
+
+
+@pytest.mark.skipif(not EMULATED, reason="hardware raises a signal instead")
+@pytest.mark.parametrize(
+    ("shape", "is_trapped"),
+    [((0, 0), False), ((16, 64), False), ((0, 64), True), ((16, 0), True), ((17, 64), True), ((16, 65), True)],
+)
+def test_a_shape_that_no_tile_can_have_ends_the_process(
+    library: Path, shape: tuple[int, int], is_trapped: bool
+) -> None:
+    code = f"import ctypes; ctypes.CDLL({str(library)!r}).of_shape{shape}"
+    done = subprocess.run(["python3", "-c", code], capture_output=True, text=True, check=False)
+    trapped = (-6, "AMX would trap: a tile's shape\n")
+    assert (done.returncode, done.stderr) == (trapped if is_trapped else (0, ""))
 
 
 @HAS_TILES

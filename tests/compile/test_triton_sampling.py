@@ -247,6 +247,13 @@ def test_among_equals_the_lowest_ids_are_kept_and_drawn(loader: KernelLoader) ->
     assert kept[4] <= set(range(10, 100, 12))
 
 
+def test_of_the_best_one_no_other_is_drawn(loader: KernelLoader) -> None:
+    subject = Subject(loader, 200, 16)
+    logits = torch.randn(16, 200, generator=subject.rng) / 100  # a draw among the best of each slice takes any
+    subject.check(logits, [SlotSampling(temperature=1.0, top_k=1, seed=seed) for seed in range(16)])
+    assert torch.equal(subject.kernels.buffer("token_ids").long(), logits.argmax(1))
+
+
 def test_weights_add_up_to_the_same_number_in_any_order(loader: KernelLoader) -> None:
     subject = Subject(loader, 200, 8)
     logits = torch.randn(200, generator=subject.rng) * 2

@@ -160,7 +160,11 @@ def test_delays_grow_to_the_longest_and_a_long_life_ends_the_row() -> None:
     found = restarts.Restarts()
     for _ in range(restarts.MAX_USELESS):
         found.ready(0.0)
-        assert found.died(restarts.USEFUL_LIFE_S) == 0.0
+        assert found.died(600.0) == 0.0
+    assert found.num_useless == 0
+    found.ready(0.0)
+    found.died(599.0)
+    assert found.num_useless == 1
 
 
 def test_the_engine_does_not_get_the_api_key(monkeypatch: pytest.MonkeyPatch) -> None:
