@@ -19,6 +19,40 @@ constexpr int64_t X_TILE_BYTES = TILE_K / K_STEP * X_BYTES_PER_STEP;  // from on
 constexpr int64_t WEIGHT_TILE_BYTES = TILE_K / K_STEP * PANEL_BYTES_PER_STEP;  // of a panel
 constexpr int64_t STRIP_STEPS = 16, STEPS_AHEAD = 2;
 
+// Panels of a block whose sums are complete. Their outputs are written row by row while the next panels are multiplied: the
+// matrix unit would have nothing to do while they were written at once.
+struct FinishedPanels {
+    const Call& call;
+    const uint8_t* x;  // the block's first row
+    int64_t x_stride, first_row, num_rows;
+    int64_t panel = 0, num_panels = 0, row = 0;  // what is written next; no panels: nothing
+    const float* sums = nullptr;                 // of `panel`: [num_rows][PANEL]; those of the next one lie a tile behind
+
+    void begin(int64_t first_panel, int64_t count, const float* of_panels) {
+        panel = first_panel, num_panels = count, row = 0, sums = of_panels;
+    }
+
+    void write_row() {
+        float outputs[PANEL];
+        const float* of_row = sums + row * PANEL;
+        for (int v = 0; v < PANEL; v += LANES) {
+            store(outputs + v, finish(call, x + row * x_stride, panel * PANEL + v, of_row + v));
+        }
+        float* y = call.y_row(first_row + row) + panel * PANEL;
+        const int64_t num_outputs = smaller(PANEL, call.N - panel * PANEL);
+        if (num_outputs == PANEL) {
+            std::memcpy(y, outputs, sizeof outputs);
+        } else {
+            std::memcpy(y, outputs, num_outputs * sizeof(float));
+        }
+        if (++row == num_rows) row = 0, ++panel, --num_panels, sums += TILE_ROWS * PANEL;
+    }
+
+    void write_rows(int64_t count) {
+        for (; count > 0 && num_panels > 0; --count) write_row();
+    }
+};
+
 // A strip with one tile of rows, with two, or with one tile of rows and the same strip of the next panel.
 enum Second { NOTHING, MORE_ROWS, NEXT_PANEL };
 struct Strip {
@@ -30,6 +64,8 @@ struct Strip {
     float* sums;             // [32][PANEL]: 16 rows, then 16 of the second tile of rows or of the next panel
     const uint8_t* ahead;    // weights to prefetch, num_ahead cache lines at each step
     int64_t num_ahead;
+    FinishedPanels* finished;  // num_late rows of these are written at each step
+    int64_t num_late;
 
     template <Second SECOND>
     void prefetch_step(int64_t step) const {

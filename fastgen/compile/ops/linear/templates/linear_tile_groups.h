@@ -76,7 +76,10 @@ static void multiply_half(const Strip& strip, const uint8_t* rows, int half, flo
 template <Second SECOND>
 static void multiply_strip(const Strip& strip) {
     static_assert(SECOND != NEXT_PANEL, "sums do not stay in tiles");
-    for (int64_t step = 0; step < strip.num_steps; ++step) strip.prefetch_step<SECOND>(step);
+    for (int64_t step = 0; step < strip.num_steps; ++step) {
+        strip.prefetch_step<SECOND>(step);
+        strip.finished->write_rows(strip.num_late);
+    }
     for (int tile = 0; tile < (SECOND == MORE_ROWS ? 2 : 1); ++tile) {
         for (int half = 0; half < 2; ++half) {
             const int64_t row = tile * TILE_ROWS;

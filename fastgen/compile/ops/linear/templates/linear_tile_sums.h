@@ -23,6 +23,7 @@ static void multiply_strip(const Strip& strip) {
     const uint8_t *x = strip.x, *weights = strip.weights;
     for (int64_t step = 0; step < strip.num_steps; ++step, x += X_TILE_BYTES, weights += WEIGHT_TILE_BYTES) {
         strip.prefetch_step<SECOND>(step);
+        strip.finished->write_rows(strip.num_late);
 #pragma GCC unroll 3
         for (int part = 0; part < X_PARTS; ++part) {
             const uint8_t* rows = x + part * TILE_X_BYTES;

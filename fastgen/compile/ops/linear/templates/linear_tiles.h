@@ -9,7 +9,8 @@
 //     strip    STRIP_STEPS tiles of a panel's K. Its weights stay in the first cache, while all rows of a block go through
 //              it two tiles at a time, and meanwhile the next strip is prefetched. Sums rest in memory between strips. Rows
 //              of at most two tiles go through all of K at once
-//     block    rows of a group whose x stays in the second cache, for all panels of a chunk
+//     block    rows of a group whose x stays in the second cache, for all panels of a chunk. The outputs of a panel are
+//              written while the next one is multiplied
 //     chunk    a block with a part of the panels
 //
 // A tile's sums are added in the order of k, whatever the rows, strips and blocks, so nothing else shows in their bits.
@@ -20,34 +21,21 @@ constexpr int64_t BLOCK_BYTES = 9 << 17;  // of x, within the bounds of the next
 constexpr int64_t MIN_BLOCK_PAIRS = 3, MAX_BLOCK_PAIRS = 16;  // of tiles of rows
 constexpr int64_t MAX_CHUNK_PANELS = 16;
 
-// y of a panel's outputs, of sums of all rows of a block.
-static void write_panel(const Call& call, const uint8_t* x, int64_t x_stride, int64_t row, int64_t num_rows, int64_t panel,
-                        const float* sums) {
-    [[maybe_unused]] const Arithmetic as_for_few_rows{};
-    const int64_t num_outputs = smaller(PANEL, call.N - panel * PANEL);
-    for (int64_t r = 0; r < num_rows; ++r, x += x_stride, sums += PANEL) {
-        float outputs[PANEL];
-        for (int v = 0; v < PANEL; v += LANES) store(outputs + v, finish(call, x, panel * PANEL + v, sums + v));
-        float* y = call.y_row(row + r) + panel * PANEL;
-        if (num_outputs == PANEL) {
-            std::memcpy(y, outputs, sizeof outputs);
-        } else {
-            std::memcpy(y, outputs, num_outputs * sizeof(float));
-        }
-    }
-}
-
 // A chunk: `num_rows` rows of a group, from `row` on, the first of which is `x`, with the panels `begin` to `end`.
 static void multiply_block(const Call& call, const uint8_t* x, int64_t x_stride, int64_t row, int64_t num_rows,
                            int64_t begin, int64_t end) {
-    alignas(64) float sums[2 * MAX_BLOCK_PAIRS * TILE_ROWS * PANEL];
+    constexpr int64_t MAX_SUMS = 2 * MAX_BLOCK_PAIRS * TILE_ROWS * PANEL;
+    alignas(64) float sums[2][MAX_SUMS];  // of the panels that are multiplied, and of those that are written meanwhile
+    [[maybe_unused]] const Arithmetic as_for_few_rows{};
     StripWeights strip_weights;
+    FinishedPanels finished{call, x, x_stride, row, num_rows};
     const TilesInUse tiles(tile_shapes());
     const int64_t num_tiles = divide_up(num_rows, TILE_ROWS), num_pairs = divide_up(num_tiles, 2);
     const bool is_one_pass = SUMS_STAY_IN_TILES && num_pairs == 1;
     const int64_t all_steps = call.K / TILE_K, most_steps = is_one_pass ? all_steps : STRIP_STEPS;
-    for (int64_t panel = begin, num_panels; panel < end; panel += num_panels) {
+    for (int64_t panel = begin, num_panels, turn = 0; panel < end; panel += num_panels, turn ^= 1) {
         num_panels = SUMS_STAY_IN_TILES && num_tiles == 1 && panel + 1 < end ? 2 : 1;
+        const int64_t num_late = divide_up(num_rows * finished.num_panels, all_steps * num_pairs);
         for (int64_t step = 0; step < all_steps; step += most_steps) {
             const uint8_t* weights = call.step(panel, step * TILE_K);
             Strip strip;
@@ -57,9 +45,11 @@ static void multiply_block(const Call& call, const uint8_t* x, int64_t x_stride,
             strip.x_stride = x_stride;
             strip.begins = step == 0;
             strip.num_ahead = divide_up(WEIGHT_TILE_BYTES / 64, num_pairs);
+            strip.finished = &finished;
+            strip.num_late = num_late;
             for (int64_t tile = 0; tile < num_tiles; tile += 2) {
                 strip.x = x + tile * TILE_ROWS * x_stride + step * X_TILE_BYTES;
-                strip.sums = sums + tile * TILE_ROWS * PANEL;
+                strip.sums = sums[turn] + tile * TILE_ROWS * PANEL;
                 // In one pass what comes soon is prefetched, else each pair's part of the next strip.
                 const int64_t next = strip.num_steps + tile / 2 * strip.num_steps / num_pairs;
                 strip.ahead = weights + (is_one_pass ? STEPS_AHEAD : next) * WEIGHT_TILE_BYTES;
@@ -72,10 +62,9 @@ static void multiply_block(const Call& call, const uint8_t* x, int64_t x_stride,
                 }
             }
         }
-        for (int64_t p = 0; p < num_panels; ++p) {
-            write_panel(call, x, x_stride, row, num_rows, panel + p, sums + p * TILE_ROWS * PANEL);
-        }
+        finished.begin(panel, num_panels, sums[turn]);
     }
+    finished.write_rows(finished.num_panels * num_rows);
 }
 
 // How a group's work is divided into chunks. The panels of a block follow one another, since a thread that continues with
