@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "status.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
+_MEASURED = ("turns", "samples", "steps")  # of a model, in a file of whole models
 _WORKLOADS = {
     "W1": "one stream",
     "W2": "prompt of 2048",
@@ -47,7 +48,7 @@ def render(results: Path = RESULTS) -> str:
     template = environment.from_string((ROOT / "tools" / "status.md.j2").read_text())
     return template.render(
         newest=lambda kind: newest(results, kind),
-        turns=all_turns(results),
+        speeds_of=newest_of_each_model(results),
         has=lambda kind: bool(files(results, kind)),
         losses=losses,
         speeds=speeds,
@@ -75,13 +76,18 @@ def newest(results: Path, kind: str) -> dict[str, Any]:
     return data | {"link": f"[{path.stem}](../benchmarks/results/{path.name})"}
 
 
-def all_turns(results: Path) -> dict[str, Any]:
-    """Returns the turns of all files of ``cpu_turns``, in which each has other formats, with their ``link``."""
-    datas = [json.loads(each.read_text()) for each in files(results, "cpu_turns")]
-    links = [f"[{each.stem}](../benchmarks/results/{each.name})" for each in files(results, "cpu_turns")]
-    turns = [turn for data in datas for turn in data["turns"]]
-    engines = {name: facts for data in datas for name, facts in data["engines"].items()}
-    return datas[-1] | {"turns": turns, "engines": engines, "link": ", ".join(links)}
+def newest_of_each_model(results: Path) -> list[dict[str, Any]]:
+    """Returns the measurements of whole models on a CPU, the newest first, each with its ``link`` and with the models
+    that no newer one has. Those without such a model are left out.
+    """
+    found: list[dict[str, Any]] = []
+    for path in reversed(files(results, "cpu_models")):
+        data = json.loads(path.read_text())
+        models = set(models_of(data)).difference(*map(models_of, found))
+        kept = {kind: [each for each in data.get(kind, ()) if each["model"] in models] for kind in _MEASURED}
+        if models:
+            found.append(data | kept | {"link": f"[{path.stem}](../benchmarks/results/{path.name})"})
+    return found
 
 
 def gpu_goals(results: Path, kind: str) -> dict[str, Any]:
@@ -161,24 +167,25 @@ def doubts(data: dict[str, Any]) -> list[str]:
     ]
 
 
-def headline(data: dict[str, Any], other: dict[str, Any]) -> str:
-    """Writes the README's words on speed: the least favourable of all ratios in ``data``, and what is missed there; and
-    what looks missed in ``other``, an earlier measurement of more models and formats.
+def headline(measured: Sequence[dict[str, Any]]) -> str:
+    """Writes the README's words on speed: the least favourable of all ratios that were ``measured``, what is missed,
+    and what looks missed.
     """
-    here = f"on {data['about']['machine']} with {data['about']['threads']} threads"
-    cells = {
-        (model, weight_format, name): each
+    cells = [
+        (model, weight_format, name, each, f"on {data['about']['machine']} with {data['about']['threads']} threads")
+        for data in measured
         for model, weight_format, found in compared(data)
         for name, each in found.items()
-    }
-    figures = {where: each for where, each in cells.items() if isinstance(each, Figure)}
-    num_open = len(doubts(other))
+    ]
+    figures = [(*where, each, here) for *where, each, here in cells if isinstance(each, Figure)]
+    num_open = sum(len(doubts(data)) for data in measured)
     if not figures:
         doubt = f"; {num_open} of the required speeds look missed, with too few turns" if num_open else ""
+        here = cells[0][-1]
         return f"no comparison with OpenVINO, llama.cpp, vLLM has {LEAST_STEADY} steady turns yet, {here}{doubt}"
     doubt = f"; {num_open} more look missed, with too few turns" if num_open else ""
-    (model, weight_format, name), least = min(figures.items(), key=lambda each: each[1].value)
-    missed = [each for each in misses(data) if "over the best engine" in each]
+    model, weight_format, name, least, here = min(figures, key=lambda each: each[3].value)
+    missed = [each for data in measured for each in misses(data) if "over the best engine" in each]
     return (
         f"at least {least.value:.2f} times the best other engine run beside it, {here}, in the {len(figures)}"
         f" of {len(cells)} comparisons with enough steady turns (least: {model}, {weight_format}, {name},"
@@ -197,7 +204,7 @@ def row_of_readme(text: str, words: str) -> str:
 
 def main() -> None:
     PAGE.write_text(render())
-    README.write_text(row_of_readme(README.read_text(), headline(all_turns(RESULTS), newest(RESULTS, "cpu_models"))))
+    README.write_text(row_of_readme(README.read_text(), headline(newest_of_each_model(RESULTS))))
 
 
 if __name__ == "__main__":

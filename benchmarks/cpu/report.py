@@ -55,7 +55,9 @@ _CASES = {(1, 16): "1 request", (8, 16): "8 requests", (16, 16): "16 requests", 
 
 
 def render(files: Sequence[Data], names: Sequence[str]) -> str:
-    """Returns the page of results from ``benchmarks.cpu.in_turns`` and ``whole_model``; ``names`` are the files'."""
+    """Returns the page of results from ``benchmarks.cpu.in_turns`` and ``whole_model``; ``names`` are the files'. Each
+    model is shown as the first file has it.
+    """
     lines = [
         "# Performance on a CPU",
         "",
@@ -64,8 +66,11 @@ def render(files: Sequence[Data], names: Sequence[str]) -> str:
         "",
         _RULES,
     ]
+    shown: set[str] = set()
     for data in files:
-        for model in models_of(data):
+        models = [model for model in models_of(data) if model not in shown]
+        shown |= set(models)
+        for model in models:
             lines += ["", f"## {model}", "", *_about(data), *_targets(data, model)]
             for workload in RATES:
                 lines += _workload(data, model, workload)

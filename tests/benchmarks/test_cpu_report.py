@@ -257,6 +257,14 @@ def test_the_page_says_what_was_and_was_not_reached(data: dict[str, Any]) -> Non
     assert "Every figure of this section is of this machine: a CPU, 2 threads, Linux 6." in page
 
 
+def test_a_model_is_shown_as_the_first_file_has_it(data: dict[str, Any]) -> None:
+    older = {**data, "turns": [*data["turns"], *(each | {"model": "llama-1.1b"} for each in data["turns"])]}
+    data["turns"] = [turn("llama.cpp", 190, 100) for _ in range(6)]
+    page = report.render([data, older], ["a.json", "b.json"])
+    assert re.findall(r"^## (.*)$", page, re.M) == [MODEL, "llama-1.1b"]
+    assert page.count("| int8 | llama.cpp | 1.90 |") == page.count("| int8 | llama.cpp | 1.55 |") == 1
+
+
 def test_results_are_continued(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     first = Results(path, num_threads=2)

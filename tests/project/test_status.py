@@ -11,7 +11,18 @@ import pytest
 
 from tests.benchmarks.test_cpu_report import turn
 from tests.benchmarks.test_serving_benchmark import a_round
-from tools.status import PAGE, README, RESULTS, all_turns, doubts, gpu_goals, headline, newest, render, row_of_readme
+from tools.status import (
+    PAGE,
+    README,
+    RESULTS,
+    doubts,
+    gpu_goals,
+    headline,
+    newest,
+    newest_of_each_model,
+    render,
+    row_of_readme,
+)
 
 
 def test_the_page_is_made_of_the_results() -> None:
@@ -20,9 +31,7 @@ def test_the_page_is_made_of_the_results() -> None:
 
 def test_the_readme_says_of_speed_what_the_results_say() -> None:
     text = README.read_text()
-    assert row_of_readme(text, headline(all_turns(RESULTS), newest(RESULTS, "cpu_models"))) == text, (
-        "run `python -m tools.status`"
-    )
+    assert row_of_readme(text, headline(newest_of_each_model(RESULTS))) == text, "run `python -m tools.status`"
     with pytest.raises(ValueError, match="0 rows"):
         row_of_readme("# fastgen\n", "fast")
 
@@ -33,15 +42,36 @@ def test_the_readme_quotes_the_least_favourable_ratio_or_none() -> None:
         "turns": [turn("llama.cpp", each, 100) for each in (130, 140, 150, 160, 170)],
     }  # fmt: skip
     none = "no comparison with OpenVINO, llama.cpp, vLLM has 6 steady turns yet, on a CPU with 2 threads"
-    assert headline(cpu, cpu) == f"{none}; 1 of the required speeds look missed, with too few turns"
+    assert headline([cpu]) == f"{none}; 1 of the required speeds look missed, with too few turns"
     assert doubts(cpu) == ["llama-110m, int8: one stream (W1), floor 1.6"]
     cpu["turns"] += [turn("llama.cpp", 180, 100)]
     cpu["turns"] += [turn("openvino-genai", 170, 100) | {"workload": "W4"} for _ in range(6)]
-    assert headline(cpu, cpu) == (
+    assert headline([cpu]) == (
         "at least 1.00 times the best other engine run beside it, on a CPU with 2 threads, in the 2 of 16"
         " comparisons with enough steady turns (least: llama-110m, int8, W4, openvino-genai)."
         " Of the required speeds, 2 are missed"
     )
+    older = cpu | {
+        "about": cpu["about"] | {"machine": "an older CPU"},
+        "turns": [turn("llama.cpp", 90, 100) | {"model": "llama-1.1b"} for _ in range(6)],
+    }
+    assert headline([cpu, older]) == (
+        "at least 0.90 times the best other engine run beside it, on an older CPU with 2 threads, in the 3 of 32"
+        " comparisons with enough steady turns (least: llama-1.1b, int8, W1, llama.cpp)."
+        " Of the required speeds, 3 are missed"
+    )
+
+
+def test_a_model_is_of_the_newest_file_that_has_it(tmp_path: Path) -> None:
+    old = {"about": {}, "engines": {}, "samples": [], "steps": [], "turns": [turn("llama.cpp", 130, 100)]}
+    old["turns"] += [each | {"model": "llama-1.1b"} for each in old["turns"]]
+    new = old | {"turns": [turn("llama.cpp", 140, 100)]}
+    for day, data in (("2999-01-01", old), ("2999-01-02", new), ("2999-01-01_2", new)):
+        (tmp_path / f"cpu_models_{day}.json").write_text(json.dumps(data))
+    newest_file, older = newest_of_each_model(tmp_path)
+    assert newest_file["turns"] == new["turns"]
+    assert older["turns"] == old["turns"][1:]
+    assert "cpu_models_2999-01-01.json" in older["link"]
 
 
 def test_goals_of_a_gpu_are_judged_by_the_newest_measurement_of_each_part(tmp_path: Path) -> None:
