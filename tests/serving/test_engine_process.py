@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -216,3 +219,25 @@ def test_draining_takes_no_more_and_ends_what_is_left_when_its_time_is_over(runn
     finally:
         live.run(live.service.stop())
     assert not is_running(pid)
+
+
+def test_an_engine_that_lost_a_rank_ends_with_the_reason_and_an_error(tmp_path: Path) -> None:
+    code = """
+from fastgen.errors import RankError
+from fastgen.serving.engine import process
+
+def lose(loop):
+    raise RankError("rank 1 of 2 has ended")
+
+process.EngineLoop.run = lose
+process.main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, f"ipc://{tmp_path}/engine", str(os.getpid())],
+        input=json.dumps({"model": "tiny-opt", "num_threads": 1}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "the engine ends: rank 1 of 2 has ended" in done.stderr

@@ -51,6 +51,14 @@ def test_it_finds_what_steps_take(noise: float, tolerance: float) -> None:
         assert model.upper_bound_s(work) >= model.predict_s(work)
 
 
+def test_twenty_steps_of_a_quiet_machine_are_enough() -> None:
+    model, rng = StepTimeModel(), random.Random(8)
+    learn(model, [mixed(rng) for _ in range(20)], rng)
+    for _ in range(50):
+        work = mixed(rng)
+        assert model.predict_s(work) == pytest.approx(COST.seconds(work), rel=0.01)
+
+
 @pytest.mark.parametrize("noise", [0.05, 0.3])
 def test_one_step_in_two_hundred_takes_longer_than_the_upper_bound(noise: float) -> None:
     model, rng = StepTimeModel(), random.Random(6)

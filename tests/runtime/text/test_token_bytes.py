@@ -35,6 +35,13 @@ def word_pieces() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
 
 
+def bytes_in_a_sequence() -> PreTrainedTokenizerFast:
+    """GPT-2's alphabet, and a decoder that is the first step of several."""
+    tokenizer = Tokenizer(models.BPE({"Ã": 0, "©": 1, "Ġa": 2}, []))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
 @pytest.fixture(scope="module")
 def codec() -> TextCodec:
     return TextCodec.from_checkpoint(Path(locate("tiny-llama")), {})
@@ -68,3 +75,9 @@ def test_word_pieces_have_the_space_before_a_word() -> None:
     tokenizer = word_pieces()
     of = TokenBytes(tokenizer, TokenDecoder(tokenizer))
     assert [of[0], of[1]] == [b" once", b"ly"]
+
+
+def test_halves_of_a_character_have_their_byte_also_where_decoders_follow_each_other() -> None:
+    tokenizer = bytes_in_a_sequence()
+    of = TokenBytes(tokenizer, TokenDecoder(tokenizer))
+    assert [of[0] + of[1], of[0], of[1], of[2]] == ["é".encode(), b"\xc3", b"\xa9", b" a"]
