@@ -7,10 +7,13 @@ from __future__ import annotations
 import bisect
 import builtins
 import gc
+import os
 import random
+import sys
 import threading
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +27,12 @@ from fastgen.runtime.requests.response_format import ResponseFormat, parse_respo
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling import kept_formats, structured_output
 from fastgen.runtime.sampling import matcher as matching
-from fastgen.runtime.sampling.matcher import Matcher
+from fastgen.runtime.sampling.kept_formats import KeptFormats, most_kept_bytes
+from fastgen.runtime.sampling.matcher import CompiledFormat, MaskThreads, Matcher
 from fastgen.runtime.sampling.structured_output import Grammars
+from fastgen.runtime.step import late_masks
 from fastgen.runtime.text.detokenizer import TokenDecoder
+from tests.pages import DOCS
 from tests.runtime.constrained import (
     EOS,
     KNOWN_CASES,
@@ -455,6 +461,56 @@ def test_an_answer_whose_tokens_take_too_long_to_be_read_fails(
     assert ("the tokens of answers took more than 0 s" in subject.error) is fails
 
 
+def test_tokens_may_take_so_much_time_at_once_and_a_share_of_the_time_that_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, threads = 1000.0, MaskThreads()
+    monkeypatch.setattr(matching, "time", SimpleNamespace(monotonic=lambda: now_s))
+    assert all(threads.may_take(0.005) for _ in range(100)), "ordinary tokens do not count"
+    assert threads.may_take(0.06)
+    assert not threads.may_take(0.05)
+    now_s += 0.5
+    assert threads.may_take(0.03), "of 0.11 s, 0.05 have been refilled"
+    assert not threads.may_take(0.03)
+    now_s += 10.0
+    assert threads.may_take(0.09), "idle time is not saved up"
+    assert not threads.may_take(0.02)
+
+
+NUMBERS = ("no", "one", "two", "three", "four", "five")
+LIMITS = structured_output._LIMITS
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence"),
+    [
+        (
+            "sampling.md",
+            f"Compiling has {LIMITS['initial_lexer_fuel']:,} units of the library's fuel (about 20 ms), a grammar size "
+            f"of {LIMITS['max_grammar_size']:,} symbols, and {LIMITS['max_lexer_states']:,} lexer states. One mask has "
+            f"{LIMITS['step_lexer_fuel']:,} units and {LIMITS['step_max_items']:,} parser items",
+        ),
+        (
+            "sampling.md",
+            f"whose mask takes {matching.MAX_AWAITED_CPU_S:g} s of processor time (nothing waits for that mask any "
+            f"more), and at the {NUMBERS[matching.MAX_SLOW_MASKS + 1]}th that takes more than "
+            f"{matching.MAX_MASK_CPU_S:g} s.",
+        ),
+        ("sampling.md", f"Up to {NUMBERS[matching.MAX_THREADS]} threads compute the mask"),
+        ("serving.md", f"A step waits at most {late_masks.MAX_WAIT_S * 1000:g} ms for all of them together"),
+        (
+            "serving.md",
+            f"The engine has {matching.MAX_TAKEN_CPU_S:g} s of processor time for feeding tokens to parsers, which a "
+            f"{'tenth' if matching.MAX_TAKEN_SHARE == 0.1 else matching.MAX_TAKEN_SHARE} of the passing time refills.",
+        ),
+        ("serving.md", f"Tokens that take at most {matching.SLOW_TAKE_CPU_S * 1000:g} ms do not count."),
+        ("serving.md", f"The engine keeps {kept_formats.MAX_KEPT} compiled formats"),
+    ],
+)
+def test_the_documentation_states_what_a_format_may_cost(page: str, sentence: str) -> None:
+    assert sentence in " ".join((DOCS / page).read_text("utf-8").split())
+
+
 @pytest.mark.parametrize("is_asked_first", [True, False])
 def test_a_mask_that_takes_too_long_is_abandoned_and_delays_no_other(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch, is_asked_first: bool
@@ -481,6 +537,9 @@ def test_a_mask_that_takes_too_long_is_abandoned_and_delays_no_other(
         assert masks[honest]
         assert endless.error == "TimeoutError: a token took more than 0.05 s of processor time"
         assert not honest.error
+        if sys.platform == "linux":
+            assert endless._began is not None
+            assert os.getpriority(os.PRIO_PROCESS, endless._began[0]) >= 10, "it takes little time from others"
     finally:
         is_over.set()
 
@@ -519,6 +578,25 @@ def test_formats_are_kept_up_to_a_number_of_bytes(tokenizer: Any, monkeypatch: p
         grammars.compile(each)
     # The third format found the heap too large, and small enough without the first.
     assert [each is not None and grammars.is_kept(each) for each in parsed] == [False, True, True, False]
+
+
+def test_the_last_format_is_kept_however_large_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    formats, heap_bytes = [ResponseFormat("regex", text) for text in "abc"], 0
+    monkeypatch.setattr(kept_formats, "heap_bytes", lambda: heap_bytes)
+    kept = KeptFormats(max_bytes=100)
+    kept.measure_from_here()
+    heap_bytes = 100
+    for each in formats[:2]:
+        kept.keep(each, CompiledFormat(None))
+    assert all(kept.get(each) for each in formats[:2])
+    heap_bytes = 10**6
+    kept.keep(formats[2], CompiledFormat(None))
+    assert [kept.get(each) is not None for each in formats] == [False, False, True]
+
+
+def test_formats_may_take_a_64th_part_of_the_memory_up_to_128_mib() -> None:
+    assert most_kept_bytes(1 << 30) == 16 << 20
+    assert most_kept_bytes(1 << 34) == 128 << 20
 
 
 def test_kept_formats_take_no_more_than_they_may(tokenizer: Any) -> None:
