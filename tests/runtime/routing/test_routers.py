@@ -12,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.routing import ROUTERS, RoutedRequest, Router, block_hashes, make_router
-from fastgen.runtime.routing.prefix import BUSY_RATIO, MARGIN, MAX_SESSIONS, PrefixAffinity
+from fastgen.runtime.routing import ROUTERS, RoutedRequest, Router, block_hashes, make_router, prefix
+from fastgen.runtime.routing.block_hashes import MAX_HASHED_BLOCKS
+from fastgen.runtime.routing.known_blocks import KNOWN_BLOCKS
+from fastgen.runtime.routing.prefix import MAX_SESSIONS, PrefixAffinity
+from tests.pages import DOCS
 
 BLOCK = 16
 REPLICAS = [f"replica {number}" for number in range(5)]
@@ -133,7 +136,7 @@ def test_affinity_wins_up_to_its_margin(num_held: int, num_prompt: int) -> None:
     new = request(beginning + text(3, num_prompt - num_held))
     for replica in REPLICAS:
         router.sent(request([], least), replica)
-    margin = MARGIN * num_held + (BUSY_RATIO - 1) * least * num_held // num_prompt
+    margin = num_held + least * num_held // num_prompt
     more = request([], margin - 1)
     router.sent(more, own)
     assert router.rank(new, REPLICAS)[0] == own, "as busy as the margin allows"
@@ -224,6 +227,25 @@ def test_memory_is_bounded() -> None:
         router.sent(RoutedRequest(0, 0, (), str(number)), "b")
     assert len(router._sessions) == MAX_SESSIONS
     assert "0" not in router._sessions
+
+
+def test_the_sessions_used_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix, "MAX_SESSIONS", 2)
+    router = PrefixAffinity(block_size=BLOCK)
+    for session in ("first", "second", "first", "third"):
+        each = request(text(1, 10), session=session)
+        router.sent(each, REPLICAS[4])
+        router.ended(each, REPLICAS[4])
+    for session, is_remembered in (("first", True), ("second", False), ("third", True)):
+        chosen = router.rank(request(text(7, 300), session=session), REPLICAS)[0]
+        assert (chosen == REPLICAS[4]) is is_remembered, session
+
+
+def test_the_documentation_states_what_is_remembered() -> None:
+    page = (DOCS / "routing.md").read_text("utf-8")
+    assert f"if their number is not given, {KNOWN_BLOCKS:,} is assumed |" in page
+    assert f"| blocks of a prompt that are hashed | the first {MAX_HASHED_BLOCKS:,} |" in page
+    assert f"| sessions that are remembered | the {MAX_SESSIONS:,} used last |" in page
 
 
 @given(seed=st.integers(0, 2**32))
