@@ -97,6 +97,10 @@ def test_what_is_refused(given: object, message: str) -> None:
         SamplingParams(response_format=given)  # type: ignore[arg-type]
 
 
+def test_a_format_may_be_as_long_as_the_documentation_says() -> None:
+    assert len(ResponseFormat("regex", "a" * 200_000).text) == 200_000
+
+
 def test_a_schema_that_is_changed_later_changes_no_request() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     sampling = SamplingParams(response_format={"type": "json_schema", "schema": schema})  # type: ignore[arg-type]

@@ -40,12 +40,15 @@ ACCEPTED = [
     ("min_p", 1, 1.0),
     ("repetition_penalty", 1e-6, 1e-6),
     ("presence_penalty", -2, -2.0),
+    ("presence_penalty", 2, 2.0),
+    ("frequency_penalty", -2, -2.0),
     ("frequency_penalty", 2, 2.0),
     ("logit_bias", None, {}),
     ("logit_bias", {np.int32(3): -100, 5: np.float64(100)}, {3: -100.0, 5: 100.0}),
     ("seed", -(2**200), -(2**200)),
     ("seed", np.uint64(2**64 - 1), 2**64 - 1),
     ("n", 3, 3),
+    ("n", 16384, 16384),
     ("stop", "END", ("END",)),
     ("stop", ["a", "ab"], ("a", "ab")),
     ("stop", None, ()),
@@ -56,7 +59,9 @@ ACCEPTED = [
     ("prompt_logprobs", 20, 20),
     ("timeout_s", 1e-3, 1e-3),
     ("beam_width", np.int64(4), 4),
+    ("beam_width", 16384, 16384),
     ("length_penalty", -10, -10.0),
+    ("length_penalty", 10, 10.0),
     ("early_stopping", True, True),
     ("early_stopping", "never", "never"),
     ("priority", np.int64(-3), -3),
@@ -160,6 +165,7 @@ def test_fields_replace_defaults_and_the_whole_is_checked():
     [
         ({"temperature": 0.7}, "beam_width=4 needs temperature=0, not 0.7: a beam search draws nothing"),
         ({"stop": "x"}, "beam_width=4 does not go with stop strings; end beams with stop_token_ids"),
+        ({"response_format": ResponseFormat("regex", "a")}, "does not go with response_format; ask for one of them"),
         ({"n": 5}, "n=5 completions of beam_width=4 beams: ask for at most as many as there are beams"),
     ],
 )
@@ -194,7 +200,7 @@ def test_parameters_are_values():
 def test_what_the_vocabulary_cannot_hold_is_refused(fields, message):
     with pytest.raises(InvalidArgumentError, match=message):
         SamplingParams(**fields).check_against(100)
-    SamplingParams(**fields).check_against(102)
+    SamplingParams(**fields).check_against(101)
 
 
 def test_top_k_beyond_the_vocabulary_keeps_all_and_is_no_error():

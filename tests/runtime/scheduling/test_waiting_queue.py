@@ -33,6 +33,10 @@ def test_the_lower_class_goes_first_and_in_it_the_first_that_came() -> None:
     assert len(queue) == 6
 
 
+def test_by_default_a_wait_of_half_a_minute_counts_as_a_class() -> None:
+    assert WaitingQueue().aging_s == 30
+
+
 def test_a_preempted_sequence_is_requeued_where_it_was() -> None:
     queue = WaitingQueue()
     first, second, third, _ = (arrive(queue, request_id) for request_id in range(4))

@@ -206,7 +206,12 @@ def test_a_tokenizer_with_a_token_of_a_huge_text_is_refused(tmp_path: Path) -> N
     file = tmp_path / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["x" * 5000] = len(vocabulary) + len(tokenizer["added_tokens"])
+    new_id = len(vocabulary) + len(tokenizer["added_tokens"])
+    vocabulary["x" * 4096] = new_id
+    file.write_text(json.dumps(tokenizer))
+    assert codec_of(tmp_path).encode("a")
+    del vocabulary["x" * 4096]
+    vocabulary["x" * 5000] = new_id
     file.write_text(json.dumps(tokenizer))
     with pytest.raises(CheckpointError, match="has 5000 characters; at most 4096"):
         codec_of(tmp_path)
