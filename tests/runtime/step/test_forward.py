@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,10 +15,11 @@ from torch import Tensor
 import fastgen
 from fastgen import LLM
 from fastgen.compile.capture.tape import Tape
+from fastgen.errors import CaptureError
 from fastgen.layers.ragged_batch import RaggedBatch
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
-from fastgen.runtime.step.forward import Forward, TapedForward
+from fastgen.runtime.step.forward import CapturedForward, Forward, Results, TapedForward
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +110,125 @@ def test_where_gaps_are_bounded_nothing_is_recorded_under_traffic() -> None:
         llm.generate([[5] * 300, [6] * 40, [7]], max_new_tokens=9, ignore_eos=True)
         assert {size: forward._forwards[size] for size in sizes} == sizes
         assert forward._heads == heads
+
+
+# Captured steps, without a GPU: the graphs of a fake pool run the model once more, and change what it gives.
+
+
+class FakeModel:
+    """Gives hidden states of the same row, and their doubles as logits."""
+
+    def __init__(self, row: list[float], dtype: torch.dtype) -> None:
+        self.row = torch.tensor(row).to(dtype)
+        self.change: Callable[[Tensor], Tensor] = torch.clone
+
+    def __call__(self, batch: Any, kv_cache: Any) -> Tensor:
+        return self.change(self.row.repeat(len(batch.input_ids), 1))
+
+    def logits(self, rows: Tensor, out: Tensor) -> None:
+        out.copy_(2 * rows)
+
+
+class FakePool:
+    """Captures steps whose replay is a run with the model's results changed by ``change``; ``None`` runs nothing."""
+
+    def __init__(self, model: FakeModel, change: Callable[[Tensor], Tensor] | None) -> None:
+        self.model, self.change, self.calls = model, change, list[str]()
+
+    def capture(self, name: str, step: Callable[[], None], *, makes_room: bool) -> Any:
+        self.calls.append(f"{name}, makes room" if makes_room else name)
+        step()
+        return SimpleNamespace(name=name, replay=lambda: self._replay(step))
+
+    def _replay(self, step: Callable[[], None]) -> None:
+        if self.change is not None:
+            self.model.change = self.change
+            step()
+            self.model.change = torch.clone
+
+    def give_back(self) -> None:
+        self.calls.append("give back")
+
+
+class FakeTrial:
+    """Has one token less than a step has."""
+
+    def __init__(self) -> None:
+        self.calls = list[object]()
+
+    def fill(self, size: int) -> int:
+        self.calls.append(size)
+        return size - 1
+
+    def clear(self) -> None:
+        self.calls.append("clear")
+
+
+def captured(
+    row: list[float], dtype: torch.dtype, change: Callable[[Tensor], Tensor] | None
+) -> tuple[CapturedForward, FakePool]:
+    model = FakeModel(row, dtype)
+    pool = FakePool(model, change)
+    forward = CapturedForward(
+        cast(Any, model),
+        cast(Any, None),
+        cast(Any, pool),
+        lambda tokens, rows: cast(
+            Any, SimpleNamespace(input_ids=torch.zeros(tokens), logits_indices=torch.zeros(rows, dtype=torch.int32))
+        ),
+        Results(len(row), len(row), dtype, torch.device("cpu")),
+        sizes=(2, 4),
+        row_sizes=(1, 3),
+        sample=lambda logits: None,
+    )
+    return forward, pool
+
+
+def at_end(x: Tensor) -> Tensor:
+    x[-1] = 7
+    return x
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("row", "dtype", "change", "is_same"),
+    [
+        ([1, 2], torch.float32, torch.clone, True),
+        ([0, 0], torch.float32, torch.clone, True),
+        ([1, NAN], torch.float32, torch.clone, True),
+        ([-INF, 1], torch.float32, torch.clone, True),
+        ([1, 2], torch.float32, None, False),
+        ([10, 20], torch.float32, lambda x: x * (1 + 5e-5), True),
+        ([0.1, 0.2], torch.float32, lambda x: x * (1 + 1.5e-4), False),
+        ([0.001, 2], torch.float32, lambda x: x + 1e-4, True),
+        ([0.001, NAN], torch.float32, lambda x: x + 5e-5, False),
+        ([0.001, INF], torch.float32, lambda x: x + 5e-5, False),
+        ([0.001, -INF], torch.float32, lambda x: x + 5e-5, False),
+        ([1, 1], torch.bfloat16, lambda x: x * 1.01, True),
+        ([1, 1], torch.bfloat16, lambda x: x * 1.03, False),
+        ([1, 2], torch.float32, lambda x: x * NAN, False),
+        ([1, 2], torch.float32, at_end, True),
+    ],
+    ids=[
+        *("the same", "zeros", "nan", "infinity", "nothing", "nearly", "not quite", "nearly, of the largest"),
+        *("not quite, beside nan", "not quite, beside infinity", "not quite, beside minus infinity"),
+        *("nearly in 16 bits", "not quite in 16 bits", "nan by replay", "behind the trial's tokens"),
+    ],
+)
+def test_a_graph_is_used_only_if_its_replay_gives_what_the_step_gave(
+    row: list[float], dtype: torch.dtype, change: Callable[[Tensor], Tensor] | None, is_same: bool
+) -> None:
+    (forward, pool), trial = captured(row, dtype, change), FakeTrial()
+    progress = list[tuple[int, int]]()
+    differs = pytest.raises(CaptureError, match=r"^a step of 4 tokens: a replay gives other results")
+    with nullcontext() if is_same else differs:
+        forward.capture(lambda done, total: progress.append((done, total)), cast(Any, trial))
+    # What differs is said when all are captured and everything is given back.
+    assert progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert pool.calls == [
+        *("a step of 4 tokens, makes room", "a step of 2 tokens"),
+        *("logits of 3 rows, makes room", "logits of 1 rows", "give back"),
+    ]
+    assert trial.calls == [4, 2, "clear"]
