@@ -57,6 +57,11 @@ def test_counts_are_those_of_the_answers_and_the_schedules(seed: int) -> None:
     assert sum(histogram.count for histogram in found.step_seconds.values()) == len(ran)
 
 
+def test_histograms_tell_short_steps_and_long_waits_apart() -> None:
+    assert (STEP_BOUNDS_S[0], STEP_BOUNDS_S[-1]) == (2**-13, 8)
+    assert (REQUEST_BOUNDS_S[0], REQUEST_BOUNDS_S[-1]) == (2**-10, 1024)
+
+
 def test_gauges_are_of_the_moment() -> None:
     history = History(random.Random(0), num_blocks=21, token_budget=8, max_num_seqs=2, prefix_caching=True)
     before = history.engine.metrics.snapshot()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies import Policy, choose_policy
+from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
 from fastgen.runtime.simulated import Arrival, SimulatedServer
 from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.runtime.step_cost.work import StepWork
@@ -36,6 +38,41 @@ def test_time_passes_as_the_cost_model_says() -> None:
     assert metrics.gaps_s[0] == pytest.approx(second_step_s)
     assert second.output().metrics.queue_s == pytest.approx(first_step_s - 0.01), "a step is not interrupted"
     assert len(second.output().token_ids) == 128
+
+
+SMALL: dict[str, Any] = {"token_budget": 64, "max_num_seqs": 4, "num_blocks": 50}
+
+
+@pytest.mark.parametrize(
+    ("host_s", "runs_ahead", "gap_s"), [(0.004, False, 0.014), (0.004, True, 0.010), (0.016, True, 0.016)]
+)
+def test_the_part_of_the_host_passes_meanwhile_where_it_runs_ahead(
+    host_s: float, runs_ahead: bool, gap_s: float
+) -> None:
+    device = SimulatedServer(StepCost(tokens=((1, 0.010),), host_s=host_s), **SMALL, runs_ahead=runs_ahead)
+    (answered,) = device.serve([Arrival(0.0, [1, 2], SamplingParams(max_new_tokens=12))])
+    assert answered.output().metrics.gaps_s[2:-2] == pytest.approx([gap_s] * 7)
+
+
+def test_a_batch_that_is_not_the_last_one_a_token_further_takes_the_time_to_build_it() -> None:
+    device = SimulatedServer(StepCost(tokens=((1, 0.010),), built_s=0.005), **SMALL)
+    times_s, lengths = (0.0, 0.035, 0.100), (11, 3, 1)
+    first, second, _ = device.serve(
+        Arrival(at_s, [1, 2], SamplingParams(max_new_tokens=length))
+        for at_s, length in zip(times_s, lengths, strict=True)
+    )
+    alone_s = [0.015, 0.010]
+    # Beside the second one there are its prompt and two tokens; beside the third only the prompt.
+    expected_s = [*alone_s, 0.015, 0.015, 0.010, *alone_s, 0.015, *alone_s]
+    assert first.output().metrics.gaps_s == pytest.approx(expected_s)
+    assert second.output().metrics.gaps_s == pytest.approx([0.015, 0.010])
+
+
+@pytest.mark.parametrize(("sizes", "num_padding"), [(captured_sizes(64), 3), ((), 0)])
+def test_tokens_that_pad_a_step_are_counted_where_steps_are_padded(sizes: tuple[int, ...], num_padding: int) -> None:
+    device = SimulatedServer(StepCost(tokens=((1, 0.010),), sizes=sizes), **SMALL)
+    device.serve([Arrival(0.0, [1] * 5, SamplingParams(max_new_tokens=1))])
+    assert device.engine.metrics.snapshot().padding_tokens_total == num_padding
 
 
 def test_a_counted_answer_that_is_cancelled_has_the_times_of_its_tokens() -> None:
@@ -155,6 +192,12 @@ def test_a_target_that_is_held_is_not_said_to_be_missed(caplog: pytest.LogCaptur
     device.serve([*(stream._replace(sampling=SamplingParams(max_new_tokens=300)) for stream in STREAMS), LONG])
     assert device.engine.metrics.snapshot().itl_target_missed_total == 0
     assert not caplog.records
+
+
+def test_a_step_without_decodes_misses_no_target() -> None:
+    device = server(choose_policy("splitfuse", 5))  # a step takes 8 ms at least
+    device.serve([Arrival(0.0, [1] * 100, SamplingParams(max_new_tokens=1))])
+    assert device.engine.metrics.snapshot().itl_target_missed_total == 0
 
 
 def test_drafts_keep_to_the_target_too() -> None:

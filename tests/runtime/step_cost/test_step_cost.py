@@ -93,6 +93,18 @@ def test_a_fit_expects_what_held_out_steps_take(noise: float, tolerance: float) 
         assert abs(found.bias) < tolerance, kind
 
 
+def test_residuals_are_the_errors_of_each_kind_of_step() -> None:
+    cost, decodes = StepCost(tokens=((1, 1.0),)), StepWork(1, 1, 0)
+    prompt = decodes.with_chunk(0, 5)
+    # The cost expects 1 s, so the errors are 0, 10 %, … 90 % of the measured time.
+    steps = [MeasuredStep(decodes, 1 / (1 + tenths / 10), 1) for tenths in range(10)]
+    found = residuals(cost, [*steps, MeasuredStep(prompt, 2.0, 0), MeasuredStep(prompt, 0.5, 3)])
+    assert {kind: each.num_steps for kind, each in found.items()} == {"decodes": 10, "mixed": 1, "prompts": 1}
+    assert (found["decodes"].median, found["decodes"].p90) == pytest.approx((0.45, 0.8))
+    assert found["decodes"].bias == pytest.approx(10 / sum(step.seconds for step in steps) - 1)
+    assert (found["prompts"].bias, found["mixed"].bias) == pytest.approx((-0.5, 1.0))
+
+
 def test_one_token_may_take_longer_than_a_few() -> None:
     rng = random.Random(6)
     times_s = {1: 0.023, 2: 0.019, 4: 0.019, 6: 0.019, 8: 0.020, 16: 0.034}
