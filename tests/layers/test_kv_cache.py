@@ -48,6 +48,11 @@ def test_its_size(dtype: torch.dtype, num_bytes: int) -> None:
     assert cache.size_bytes == 3 * 2 * 9 * 4 * 2 * 6 * num_bytes
 
 
+def test_a_latent_cache_keeps_no_values() -> None:
+    cache = PagedKVCache([0, 0], [KVShape(1, 6, 4)], num_blocks=9, block_size=4, dtype=torch.float32, device=CPU)
+    assert cache.size_bytes == 2 * 9 * 4 * 6 * 4
+
+
 def test_what_one_layer_writes_in_a_block_of_its_group_no_other_changes() -> None:
     rng = random.Random(1)
     groups = [0, 1, 0, 2, 1, 1, 0]

@@ -151,6 +151,16 @@ def test_by_default_the_cache_gets_its_share_of_what_all_else_leaves(
         assert memory.ledger(with_one_more(config)).total_bytes > 0.9 * device_bytes
 
 
+def test_a_cache_that_reserves_whole_contexts_holds_at_least_one() -> None:
+    block_bytes = 16 * TOKEN_BYTES * 4
+    options: dict[str, Any] = {"kv_reservation": "context", "max_model_len": 32}
+    assert config_of(kv_cache_memory=3 * block_bytes, **options).num_blocks == 3
+    with pytest.raises(
+        OutOfMemoryError, match=r"reserves 2 blocks for each sequence of up to 32 tokens, but .* has 1;"
+    ):
+        config_of(kv_cache_memory=2 * block_bytes, **options)
+
+
 def test_a_window_bounds_what_a_sequence_can_use() -> None:
     spec = make_spec(windows=[None, 100, None])
     whole, of_window = -(-MAX_POSITIONS // 16), -(-99 // 16) + 1 + -(-31 // 16)

@@ -21,6 +21,7 @@ from fastgen.runtime.flight.recorder import StepRecord
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.scheduling.schedule import Schedule
+from fastgen.runtime.step.faults import cause_of
 from tests.runtime.checkpoints import VOCAB_SIZE, save_checkpoint, save_tokenizer
 
 NUM_REQUESTS = 14
@@ -75,6 +76,23 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 def engine(llm: LLM) -> Engine:
     assert llm._engine is not None
     return llm._engine
+
+
+ADVICE = "out of memory, lower token_budget, max_num_seqs, max_model_len or kv_cache_memory when loading"
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (ValueError("no"), "ValueError: no"),
+        (ValueError(), "ValueError"),
+        (MemoryError(), f"{ADVICE} (MemoryError)"),
+        (torch.OutOfMemoryError("much"), f"{ADVICE} (OutOfMemoryError: much)"),
+        (RuntimeError("can't allocate memory: 9"), f"{ADVICE} (RuntimeError: can't allocate memory: 9)"),
+    ],
+)
+def test_where_memory_ran_out_the_cause_says_what_to_lower(error: Exception, cause: str) -> None:
+    assert cause_of(error) == cause
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:

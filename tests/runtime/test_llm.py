@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -67,6 +69,22 @@ def test_one_prompt_gives_one_output_and_a_list_gives_a_list(llm: LLM) -> None:
     assert several[2].token_ids == text.token_ids
     assert [output.token_ids for output in llm.generate([PROMPT], max_new_tokens=3)] == [several[1].token_ids]
     assert llm.generate([], max_new_tokens=3) == []
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_is_told_how_many_of_many_prompts_are_done(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    llm.generate([PROMPT] * 7, max_new_tokens=1)
+    assert terminal.getvalue() == "", "fewer are done before a bar is of use"
+    llm.generate([PROMPT] * 8, max_new_tokens=1)
+    assert "prompts" in terminal.getvalue()
+    assert "8/8" in terminal.getvalue()
 
 
 def test_sampling_is_fields_or_one_or_a_list(llm: LLM) -> None:

@@ -16,9 +16,10 @@ from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host.device import Device
 from fastgen.compile.host.thread_pool import load_thread_pool
 from fastgen.errors import InvalidArgumentError, ModelNotFoundError, RecipeError, UnknownArchitectureError
+from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.models.checkpoint import hub
 from fastgen.options import LoadOptions
-from fastgen.runtime.arrangement import threads_of_rank
+from fastgen.runtime.arrangement import device_of_rank, threads_of_rank
 from fastgen.runtime.scheduling.policies import DynamicBatching
 from fastgen.runtime.scheduling.policies.orca import Orca
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
@@ -115,6 +116,22 @@ def test_ranks_share_the_threads(asked: int | None, cores: int, ranks: int, num_
     assert threads_of_rank(options, Device("cpu", "some", 1 << 30, num_cores=cores)) == num_threads
 
 
+@pytest.mark.parametrize(
+    ("kind", "asked", "ranks", "num_bytes"),
+    [
+        ("cpu", None, 1, 1 << 30),
+        ("cpu", None, 2, 1 << 29),
+        ("cpu", "600MiB", 3, 200 << 20),
+        ("cpu", "2GiB", 1, 1 << 30),
+        ("cuda", None, 2, 1 << 30),
+        ("cuda", "100MiB", 2, 100 << 20),
+    ],
+)
+def test_ranks_of_a_cpu_share_its_memory(kind: Any, asked: str | None, ranks: int, num_bytes: int) -> None:
+    options = LoadOptions(model="tiny-llama", memory=asked, tensor_parallel=ranks)
+    assert device_of_rank(Device(kind, "some", 1 << 30, num_cores=8), options).memory_bytes == num_bytes
+
+
 def test_the_sizes(directory: Path) -> None:
     sizes = {"token_budget": 24, "max_num_seqs": 5, "block_size": 8, "max_model_len": 40}
     with fastgen.load(directory, kv_cache_memory="100KB", device="cpu", **sizes) as llm:
@@ -136,6 +153,17 @@ def test_the_policy_and_what_goes_with_it(directory: Path) -> None:
     with fastgen.load(directory, policy=DynamicBatching(batch_size=3, max_delay_s=0.05)) as llm:
         output = llm.generate(PROMPT, max_new_tokens=3)
         assert output.metrics.queue_s >= 0.05, "no other request arrived, so the batch started when the delay was over"
+
+
+def test_the_memory_of_the_cache_is_there_before_steps_are_measured(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched: list[PagedKVCache] = []
+    monkeypatch.setattr(PagedKVCache, "touch", lambda cache: touched.append(cache))
+    fastgen.load(directory).close()
+    assert touched == []
+    fastgen.load(directory, itl_target_ms=40).close()
+    assert len(touched) == 1
 
 
 @pytest.mark.parametrize(
