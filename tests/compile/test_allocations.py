@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -31,6 +32,47 @@ def test_what_is_alive_at_once_counts() -> None:
 def test_nothing_on_another_device_is_counted() -> None:
     assert allocations_of(lambda: torch.zeros(7) + 1).sizes == ()
     assert allocations_of(lambda: torch.zeros(7) + 1, device=torch.device("cpu")).peak_bytes == 56
+
+
+MADE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a sum": lambda x, y: x + y,
+    "a difference": lambda x, y: x - y,
+    "a product with a number": lambda x, y: x * 2.5,
+    "integers times a number": lambda x, y: y.int() * 2.5,
+    "a product of two dtypes": lambda x, y: x.half() * y,
+    "a power": lambda x, y: x**2,
+    "an inverse root": lambda x, y: x.rsqrt(),
+    "a whole quotient": lambda x, y: x // y,
+    "a remainder": lambda x, y: x % 3,
+    "no negatives": lambda x, y: x.half().relu(),
+    "a comparison": lambda x, y: x >= y,
+    "a comparison with a number": lambda x, y: x != 1,
+    "a row by a column": lambda x, y: x[:1] + y[:, :1],
+    "permuted rows": lambda x, y: x.t() + y.t(),
+    "a like one of another dtype": lambda x, y: torch.empty_like(x, dtype=torch.int64),
+    "a like one of permuted rows": lambda x, y: torch.empty_like(x.t()),
+    "zeros": lambda x, y: x.new_zeros(3, 5),
+    "zeros of another dtype": lambda x, y: x.new_zeros((3, 5), dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_described_takes_what_it_takes_on_a_cpu(name: str) -> None:
+    def found(device: torch.device) -> tuple[Allocations, torch.dtype, torch.Size]:
+        made = list[Tensor]()
+        x, y = (torch.ones(4, 6, device=device) for _ in range(2))
+        taken = allocations_of(lambda: made.append(MADE[name](x, y)), device=device)
+        return taken, made[0].dtype, made[0].shape
+
+    assert found(META) == found(torch.device("cpu"))
+
+
+def test_where_rows_per_expert_are_asked_for_all_are_the_first_ones() -> None:
+    counts = list[list[int]]()
+    allocations_of(
+        lambda: counts.append(torch.bincount(torch.zeros(9, dtype=torch.int64, device=META), minlength=4).tolist())
+    )
+    assert counts == [[9, 0, 0, 0]]
 
 
 def test_a_line_goes_through_every_number() -> None:

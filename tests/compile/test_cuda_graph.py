@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from collections.abc import Callable
@@ -143,6 +144,23 @@ def test_capturing_computes_nothing_beside_the_first_call(cpp: KernelLoader) -> 
     buffers.fill(3)
     GraphPool(CPU, cpp).capture("the step", step)
     assert all(map(torch.equal, buffers.results(), expected))
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_no_garbage_is_collected_while_a_step_is_recorded(cpp: KernelLoader, is_on: bool) -> None:
+    compute, seen, was_on = cpp_step(cpp, Buffers()), list[bool](), gc.isenabled()
+
+    def step() -> None:
+        seen.append(gc.isenabled())
+        compute()
+
+    (gc.enable if is_on else gc.disable)()
+    try:
+        GraphPool(CPU, cpp).capture("the step", step)
+        assert seen == [is_on, False]
+        assert gc.isenabled() is is_on
+    finally:
+        (gc.enable if was_on else gc.disable)()
 
 
 def test_replay_runs_none_of_the_host_code(cpp: KernelLoader) -> None:

@@ -25,6 +25,7 @@ from fastgen.compile.spec import torch_dtype
 from fastgen.compile.weights import quantized as quantized_weight
 from fastgen.compile.weights.formats import QUANTIZED, WeightOnlyFormat
 from fastgen.compile.weights.quantized import QuantizedWeight, quantized
+from fastgen.compile.weights.rows import QuantizedRows
 
 FORMATS: tuple[WeightOnlyFormat, ...] = get_args(WeightOnlyFormat)
 CPU = torch.device("cpu")
@@ -66,6 +67,23 @@ def test_rows_may_come_in_any_pieces(weight_format: WeightOnlyFormat, monkeypatc
     torch.testing.assert_close(logits(x, pieces, bias), expected, rtol=1e-6, atol=1e-6)
     which = torch.tensor([28, 0, 0, 11])
     assert torch.equal(pieces.rows(which), whole.rows(slice(None))[which])
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_rows_are_held_if_codes_and_scales_are_the_same(weight_format: WeightOnlyFormat) -> None:
+    weight, rows = QuantizedWeight(weight_format, 9, 40, CPU), drawn(4, 40)
+    other = rows.clone()
+    other[1] = rows[2]
+    for start, its_rows in ((0, other), (4, rows)):
+        QuantizedRows(weight, start, (4, 40), torch.float32).copy_(its_rows)
+    place = QuantizedRows(weight, 4, (4, 40), torch.float32)
+    assert place.holds(rows)
+    assert not place.holds(other)
+    assert not place.holds(2 * rows), "the codes are the same"
+    one_code = rows.clone()
+    least = rows[0].abs().argmin()
+    one_code[0, least] = rows[0, least] + rows[0].abs().amax() / 3
+    assert not place.holds(one_code), "the scales are the same"
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
