@@ -23,6 +23,16 @@ def test_keys_are_read_whatever_an_editor_put_around_them(tmp_path: Path) -> Non
             keys.check(key)
 
 
+def test_a_client_is_told_whether_its_key_is_missing_or_wrong_and_no_key_is_shown() -> None:
+    keys = ApiKeys(["one", "two"])
+    with pytest.raises(UnauthorizedError, match=r"^an API key is needed: send 'Authorization: Bearer KEY'$"):
+        keys.check(None)
+    for key in ("three", ""):
+        with pytest.raises(UnauthorizedError, match=r"^this API key is not known$"):
+            keys.check(key)
+    assert repr(keys) == "ApiKeys(2 keys)"
+
+
 @pytest.mark.parametrize("key", ["schlüssel", "two words", "a\tb", "zero\u200bwidth", "bell\a"])
 def test_a_key_that_nobody_could_send_is_refused_and_not_told(tmp_path: Path, key: str) -> None:
     file = tmp_path / "keys"

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+from contextlib import suppress
 
 import pytest
 import uvicorn
@@ -132,6 +133,15 @@ def test_another_protocol_that_is_offered_is_not_taken_and_the_request_is_answer
         assert [(await client.response())[2] for _ in range(2)] == [b"body", b"next"]
         client.writer.close()
         assert (await server.ask(b"CONNECT here:1 HTTP/1.1\r\nhost: localhost\r\nupgrade: h2c\r\n\r\n"))[0] >= 400
+
+    check(test)
+
+
+def test_a_request_that_only_names_another_protocol_is_answered() -> None:
+    async def test(server: Served) -> None:
+        assert (await server.ask(post("/echo", b"body", "upgrade: h2c")))[::2] == (200, b"body")
+        assert (await server.ask(post("/echo", b"body", "connection: upgrade")))[::2] == (200, b"body")
+        assert (await server.ask(b"CONNECT here:1 HTTP/1.1\r\nhost: localhost\r\n\r\n"))[0] >= 400
 
     check(test)
 
@@ -350,6 +360,46 @@ def test_connections_beyond_the_limit_get_an_error_and_have_room_later() -> None
     check(test, max_connections=3)
 
 
+def test_connections_beyond_twice_the_limit_are_closed_at_once() -> None:
+    async def test(server: Served) -> None:
+        clients = [await server.connect() for _ in range(4)]
+        while len(server.http.server_state.connections) < 4:
+            await asyncio.sleep(0.01)
+        one_more = await server.connect()
+        with suppress(ConnectionResetError):
+            assert await one_more.reader.read() == b""
+        for client, status in zip(clients, (200, 200, 429, 429), strict=True):
+            client.writer.write(post("/echo", b"abc"))
+            assert (await client.response())[0] == status
+        assert 'fastgen_refused_total{reason="connections"} 3.0' in server.metrics.text().decode()
+
+    check(test, max_connections=2)
+
+
+def test_a_request_whose_client_goes_within_its_body_is_not_run_and_counted_apart() -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        client.writer.write(post("/echo", b"abc").removesuffix(b"c"))
+        while not server.http.server_state.tasks:
+            await asyncio.sleep(0.01)
+        client.writer.transport.abort()
+        while server.http.server_state.tasks:
+            await asyncio.sleep(0.01)
+        assert server.app.bodies == []
+        counted = 'fastgen_http_requests_total{method="POST",route="other",status="499"} 1.0'
+        assert counted in server.metrics.text().decode()
+
+    check(test)
+
+
+def test_an_answer_does_not_say_which_program_sent_it() -> None:
+    async def test(server: Served) -> None:
+        _, headers, _ = await server.ask(post("/echo", b"abc"))
+        assert headers.keys() == {"date", "content-type", "transfer-encoding", "x-request-id"}
+
+    check(test)
+
+
 def test_only_those_with_a_key_may_ask() -> None:
     async def test(server: Served) -> None:
         for headers, expected in [
@@ -416,6 +466,8 @@ def test_a_request_is_logged_where_that_is_asked_for_and_its_prompt_and_key_are_
     assert [line["status"] for line in lines] == ([200, 401] if log_requests else [])
     if log_requests:
         assert (lines[0]["request_id"], lines[0]["method"], lines[0]["path"]) == ("r-1", "POST", "/echo")
+        assert (lines[0]["client"], lines[0]["message"]) == ("127.0.0.1", "POST /echo 200")
+        assert 0 <= lines[0]["took_s"] < WAIT_S
         assert (lines[0].get("body") == "a secret") is log_prompts
     assert ("secret" in told) is log_prompts
     assert "right" not in told

@@ -82,6 +82,36 @@ def test_without_a_rolling_batch_and_a_size_the_policy_is_splitfuse(tmp_path: Pa
     assert translated(tmp_path, "option.rolling_batch=disable").arguments == {"policy": "splitfuse"}
 
 
+@pytest.mark.parametrize("lines", [["batch_size=1"], ["batch_size=1", "max_batch_delay=50"], ["max_batch_delay=50"]])
+def test_requests_do_not_wait_for_a_batch_of_one(tmp_path: Path, lines: list[str]) -> None:
+    found = translated(tmp_path, *lines)
+    assert found.arguments == {}
+    assert all(note.endswith(": not needed: requests do not wait for a batch") for note in found.notes)
+    assert translated(tmp_path, "option.rolling_batch=disable", *lines).arguments == {"policy": "splitfuse"}
+
+
+def test_a_batch_may_wait_for_no_time_and_a_limit_may_be_1(tmp_path: Path) -> None:
+    found = translated(tmp_path, "batch_size=2", "max_batch_delay=0", "job_queue_size=1")
+    assert found.arguments["policy"] == {"name": "dynamic", "batch_size": 2, "max_delay_s": 0.0}
+    assert found.arguments["max_queued_requests"] == 1
+    assert found.notes[1].endswith(": see batch_size")
+
+
+@pytest.mark.parametrize(
+    ("line", "note"),
+    [
+        ("option.paged_attention=true", "not needed: the KV cache is always paged"),
+        ("option.paged_attention=False", "ignored: the KV cache is always paged"),
+        ("option.tensor_parallel_degree=max", "one device is used; give a number to share the model"),
+        ("option.tensor_parallel_degree=1", "not needed: one device is used"),
+        ("option.tensor_parallel_degree=2", "tensor_parallel=2"),
+        ("engine=MPI", "not needed: fastgen is the engine"),
+    ],
+)
+def test_a_note_says_what_became_of_a_key(tmp_path: Path, line: str, note: str) -> None:
+    assert translated(tmp_path, line).notes == [f"{tmp_path}/serving.properties:1: {line.partition('=')[0]}: {note}"]
+
+
 def test_several_devices(tmp_path: Path) -> None:
     assert translated(tmp_path, "option.tensor_parallel_degree=2").arguments == {"tensor_parallel": 2}
 
@@ -104,6 +134,9 @@ def test_dtypes(tmp_path: Path, given: str, dtype: str) -> None:
         ("option.dtype=fp8", "expected one of fp32"),
         ("option.rolling_batch=maybe", "expected one of auto"),
         ("option.model_id=s3://bucket/model", "copy the model to a directory"),
+        ("option.model_id=", "a hub id or a directory"),
+        ("batch_size=0", "an integer of at least 1"),
+        ("max_batch_delay=-1", "an integer of at least 0"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_its_line(tmp_path: Path, line: str, why: str) -> None:

@@ -95,6 +95,30 @@ def test_the_application_has_the_paths_that_are_listed(app: FastAPI) -> None:
     assert paths >= {"/v1/completions", "/v1/chat/completions", "/invocations", "/generate", "/metrics", "/live"}
 
 
+def test_the_document_has_the_paths_of_the_api_and_their_answers(app: FastAPI) -> None:
+    paths = app.openapi()["paths"]
+    assert paths.keys() == {
+        *("/health", "/ready", "/metrics", "/generate", "/check", "/info", "/recording", "/terminate"),
+        *("/v1/models", "/v1/models/{name}", "/version", "/tokenize", "/detokenize"),
+        *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/ping", "/invocations"),
+    }
+    errors = {"400", "401", "403", "404", "408", "413", "415", "429", "500", "503"}
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate", "/invocations"):
+        assert paths[path]["post"]["requestBody"]["required"]
+        assert paths[path]["post"]["responses"].keys() - {"422"} == {"200"} | errors, path
+    assert paths["/recording"]["get"]["responses"].keys() - {"422"} == {"200"} | errors
+    assert paths["/ping"]["get"]["responses"].keys() == {"200", "503"}
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/health", 200), ("/ready", 503), ("/-/healthz", 503), ("/ping", 503), ("/info", 503)]
+)
+def test_a_server_that_is_starting_is_alive_and_not_ready(
+    app: FastAPI, service: Service, path: str, status: int
+) -> None:
+    assert ask(app, service, "GET", path, KEY) == status
+
+
 def test_every_path_but_the_open_ones_needs_a_key(app: FastAPI, service: Service) -> None:
     answers_without = {}
     for method, path in routes(app):

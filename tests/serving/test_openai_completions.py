@@ -270,6 +270,38 @@ def test_cached_tokens_are_counted(client: openai.OpenAI) -> None:
         assert bool(found.usage.prompt_tokens_details.cached_tokens) == is_cached
 
 
+def test_a_stream_counts_cached_tokens_once_for_each_prompt(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "prompt": "Another story that is long enough. " * 9, "max_tokens": 2}
+    client.completions.create(**fields)
+    whole = client.completions.create(**fields, n=2).usage
+    *_, last = client.completions.create(**fields, n=2, stream=True, stream_options={"include_usage": True})
+    assert whole is not None
+    assert last.usage == whole
+    assert whole.prompt_tokens_details is not None
+    assert 0 < (whole.prompt_tokens_details.cached_tokens or 0) < whole.prompt_tokens
+
+
+def test_prompts_that_the_model_does_not_have_are_refused() -> None:
+    service = ScriptedService(scripted_codec(), lambda prompt, sampling: ([5], "stop"))
+    vocab_size = service.facts.vocab_size
+
+    def post(prompt: Any, **fields: Any) -> None:
+        asked = {"model": SCRIPTED, "prompt": prompt, "extra_body": fields}
+        ask(service, lambda client: client.completions.create(**asked))
+
+    post([vocab_size - 1])
+    post(["Once"])
+    for prompt, fields, why in (
+        ([vocab_size], {}, f"holds token id {vocab_size}; the model's ids are 0 to {vocab_size - 1}"),
+        ([[5], [5, vocab_size, 6]], {}, f"holds token id {vocab_size}"),
+        ("", {"add_special_tokens": False}, "needs at least one token"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=why) as refused:
+            post(prompt, **fields)
+        assert refused.value.param == "prompt"
+    assert len(service.asked) == 2
+
+
 def test_many_at_once(server: ServerProcess, llm: fastgen.LLM) -> None:
     texts = [f"{PROMPT} number {number}" for number in range(8)]
     expected = llm.generate(texts, max_new_tokens=10, temperature=0)

@@ -126,6 +126,45 @@ def test_refusals_have_a_status(path: str, body: dict[str, Any], stream: bool) -
     assert found.json()["error"]["message"] == "min_tokens must be less"
 
 
+class Failing(ScriptedService):
+    """A service whose answers fail, after some tokens or at once, for a reason that nobody foresaw."""
+
+    num_tokens = 0
+
+    async def submit(self, *arguments: Any, **more: Any) -> Any:
+        if not self.num_tokens:
+            raise ValueError("a secret of the server")
+        running = await super().submit(*arguments, **more)
+        del running._request._news[self.num_tokens :]
+        running._request.fail(ValueError("a secret of the server"))
+        return running
+
+
+@both
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_the_cause_of_an_unforeseen_failure_is_not_told(path: str, body: dict[str, Any], num_tokens: int) -> None:
+    service = Failing(scripted_codec(), lambda prompt, sampling: ([300, 301, 302, 303], "stop"))
+    service.num_tokens = num_tokens
+
+    async def run() -> httpx2.Response:
+        transport = httpx2.ASGITransport(app=application(service), raise_app_exceptions=False)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://scripted") as client:
+            return await client.post(f"/v1/{path}", json=body | {"stream": num_tokens > 0})
+
+    found = asyncio.run(run())
+    error = {"message": "the server failed to answer this request", "type": "server_error", "param": None, "code": None}
+    assert found.status_code == (200 if num_tokens else 500)
+    assert json.loads(found.text.rpartition("event: error\ndata: ")[2]) == {"error": error}
+    assert "secret" not in found.text
+
+
+@pytest.mark.parametrize(("retry_after_s", "told"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (1.1, "2"), (60.0, "60")])
+def test_a_client_is_told_to_wait_for_whole_seconds_and_one_at_least(retry_after_s: float, told: str) -> None:
+    found = post(refusing(OverloadedError("too much", retry_after_s=retry_after_s)), "completions", ONCE)
+    assert (found.status_code, found.headers["retry-after"]) == (429, told)
+    assert "x-predicted-ttft-s" not in found.headers
+
+
 def test_of_several_prompts_all_run_or_none() -> None:
     service = refusing(OverloadedError("too much", retry_after_s=1), after=2)
     assert post(service, "completions", ONCE | {"prompt": ["a", "b", "c", "d"]}).status_code == 429

@@ -230,6 +230,12 @@ def test_too_long_a_prompt_has_a_code(client: openai.OpenAI) -> None:
         assert refusal(client, path, body).code == "context_length_exceeded"
 
 
+def test_of_two_fields_that_give_a_format_both_are_named(client: openai.OpenAI) -> None:
+    fields = {"structured_outputs": {"regex": "a"}, "guided_choice": ["a"]}
+    message = "guided_choice: structured_outputs.regex gives the format of the answer already; give one"
+    assert refusal(client, "/completions", ONCE | fields).message.endswith(message)
+
+
 def test_an_unknown_model_is_a_404(client: openai.OpenAI) -> None:
     for path, body in (("/completions", ONCE), ("/chat/completions", HELLO)):
         error = refusal(client, path, body | {"model": "gpt-9"})
@@ -313,6 +319,8 @@ def test_half_of_a_character_is_refused_where_it_stands(
         ({"max_new_tokens": 9999}, "prompt"),
         ({"n": 0}, "n"),
         ({"prompt": []}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"messages": HELLO["messages"]}, "prompt"),
     ],
 )
 def test_what_generate_refuses_is_about_the_field_that_it_names(
@@ -357,6 +365,9 @@ def test_paths_and_methods_that_are_not_there(server: ServerProcess) -> None:
             error = json.loads(answer.read())["error"]
             assert answer.status == status
             assert path in error["message"]
+            assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, None)
+            if status == 405:
+                assert answer.headers["allow"] == "POST"
             if status == 404:
                 assert "this server has /health, /ready, /metrics, /generate," in error["message"]
                 assert "/v1/responses" in error["message"]

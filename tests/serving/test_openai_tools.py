@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -12,6 +13,7 @@ from openai.types.chat import ChatCompletion
 
 import fastgen
 from fastgen.runtime.requests.outputs import FinishReason
+from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.tools.formats import TOOL_FORMATS, ToolFormat
@@ -155,6 +157,31 @@ def test_the_template_is_told_which_tool_gave_what() -> None:
     assert service.codec.tokenizer.decode(prompt_ids).endswith("[][][][add][look_up][other]")
 
 
+def test_the_template_gets_what_the_request_says_and_nothing_else() -> None:
+    service = always(scripted_codec("{{ tools | tojson }}<tool_call>{{ messages | tojson }}"), "Cold.")
+    call = {"id": "abc", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    answer(
+        service,
+        tools=[{"type": "function", "function": {"name": "add", "strict": True}}],
+        messages=[
+            {"role": "assistant", "content": "Hello", "annotations": [], "refusal": None, "tool_calls": []},
+            {"role": "assistant", "tool_calls": [{**call, "index": 0}]},
+        ],
+    )
+    ((prompt_ids, _),) = service.asked
+    tools, messages = service.codec.tokenizer.decode(prompt_ids).split("<tool_call>")
+    function = {"name": "add", "description": "", "parameters": {"type": "object", "properties": {}}}
+    assert json.loads(tools) == [{"type": "function", "function": function}]
+    assert json.loads(messages) == [
+        {"role": "assistant", "content": "Hello"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**call, "function": {"name": "add", "arguments": {"a": 1}}}],
+        },
+    ]
+
+
 def test_of_several_templates_the_one_for_tools_is_asked() -> None:
     service = always(scripted_codec(), written(TOOL_FORMATS["hermes"], [OSLO]))
     service.codec.tokenizer.chat_template = {"default": "plain", "tool_use": HERMES}
@@ -186,6 +213,53 @@ def test_one_call_where_no_more_are_wanted() -> None:
     assert {call.index for choice in choices for call in choice.delta.tool_calls or ()} == {0}
     assert choices[-1].finish_reason == "tool_calls"
     assert service.num_cancelled >= 1
+
+
+class WritingOn(ScriptedService):
+    """A service whose model writes on after its script, for ever."""
+
+    async def submit(self, *arguments: Any, **more: Any) -> Any:
+        running = await super().submit(*arguments, **more)
+        running._request._news[-1].end = None
+        return running
+
+
+def test_a_stream_of_one_call_does_not_wait_for_a_model_that_writes_on() -> None:
+    codec = scripted_codec(HERMES)
+    token_ids = codec.encode_text(written(TOOL_FORMATS["hermes"], [OSLO]) + " And", add_special_tokens=False)
+    service = WritingOn(codec, lambda prompt, sampling: (token_ids, "stop"))
+    function = {"type": "function", "name": "look_up"}
+
+    async def use(client: openai.AsyncOpenAI) -> tuple[list[Any], list[Any]]:
+        more: dict[str, Any] = {"stream": True, "parallel_tool_calls": False}
+        async with asyncio.timeout(20):
+            chat = [chunk async for chunk in await client.chat.completions.create(**ASKED, **more)]
+            response = await client.responses.create(model=MODEL, input="How?", tools=[function], **more)  # type: ignore[list-item]
+            return chat, [event async for event in response]
+
+    chat, response = ask(service, use)
+    assert chat[-1].choices[0].finish_reason == "tool_calls"
+    assert response[-1].type == "response.completed"
+    assert service.num_cancelled == 2
+
+
+def test_an_answer_that_ends_like_the_beginning_of_a_call_is_text() -> None:
+    service = always(scripted_codec(HERMES), "It is <tool")
+    function = {"type": "function", "name": "look_up"}
+
+    async def use(client: openai.AsyncOpenAI) -> list[str | None]:
+        whole = await client.chat.completions.create(**ASKED)
+        stream = await client.chat.completions.create(**ASKED, stream=True)
+        response = await client.responses.create(model=MODEL, input="How?", tools=[function])  # type: ignore[list-item]
+        events = await client.responses.create(model=MODEL, input="How?", tools=[function], stream=True)  # type: ignore[list-item]
+        return [
+            whole.choices[0].message.content,
+            "".join([chunk.choices[0].delta.content or "" async for chunk in stream]),
+            response.output_text,
+            "".join([event.delta async for event in events if event.type == "response.output_text.delta"]),
+        ]
+
+    assert ask(service, use) == ["It is <tool"] * 4
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -312,6 +386,51 @@ def test_strict_tools_and_formats_are_kept_to(llm: fastgen.LLM) -> None:
     (_, sampling) = service.asked[-1]
     assert sampling.response_format is not None
     assert sampling.response_format.kind == "grammar"
+
+
+@pytest.fixture(scope="module")
+def empty() -> ScriptedService:
+    return always(scripted_codec(HERMES), "{}")
+
+
+def required_format(
+    service: ScriptedService, tool_format: ToolFormat | None = None, **fields: Any
+) -> ResponseFormat | None:
+    """Returns the format that the answer to a chat with tools must have."""
+    answer(service, tool_format, **fields)
+    return service.asked[-1][1].response_format
+
+
+def test_one_strict_tool_is_enough_to_require_a_format(empty: ScriptedService) -> None:
+    strict = {"type": "function", "function": {"name": "add", "strict": True}}
+    assert required_format(empty, tools=TOOLS) is None
+    found = required_format(empty, tools=[TOOLS[0], strict])
+    assert found is not None
+    assert found.kind == "grammar"
+
+
+def test_a_function_that_is_named_is_called_once_whatever_else_is_allowed(empty: ScriptedService) -> None:
+    named: dict[str, Any] = {"tool_choice": {"type": "function", "function": {"name": "add"}}}
+    assert required_format(empty, **named) == required_format(empty, **named, parallel_tool_calls=False)
+    once = required_format(empty, tool_choice="required", parallel_tool_calls=False)
+    assert required_format(empty, tool_choice="required") != once
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "fields"),
+    [
+        (None, {"extra_body": {"guided_choice": ["a"]}}),
+        (TOOL_FORMATS["llama3"], {"response_format": {"type": "json_object"}}),
+    ],
+)
+def test_a_format_that_calls_cannot_be_told_from_is_taken_where_a_call_is_demanded(
+    empty: ScriptedService, tool_format: ToolFormat | None, fields: dict[str, Any]
+) -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+        found = required_format(empty, tool_format, tool_choice=choice, **fields)
+        assert found == required_format(empty, tool_format, tool_choice=choice)
+    with pytest.raises(openai.BadRequestError, match="which of them is wanted"):
+        required_format(empty, tool_format, **fields)
 
 
 def test_an_answer_that_is_json_cannot_be_told_from_bare_calls() -> None:

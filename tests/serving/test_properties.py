@@ -48,3 +48,10 @@ def test_what_java_refuses_is_refused_with_its_line(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"absent\.properties: cannot be read: No such file"):
         read_properties(tmp_path / "absent.properties")
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "serving.properties"
+    file.write_bytes("gr\u00fcn=1".encode("latin-1"))
+    with pytest.raises(InvalidArgumentError, match=r"serving\.properties: is not UTF-8 text"):
+        read_properties(file)

@@ -90,13 +90,15 @@ def test_requests_that_overtake_one_whose_format_is_compiled_are_answered_and_ex
 
 @pytest.mark.slow  # test_open_paths asks every path without a key
 class Replicated:
-    """A service whose prompts of request "a" went to replica 1, which is gone, and to 2; the only one of "b" to 1."""
+    """A service whose prompts of request "a" went to replica 1, which is gone, and to 2; the only one of "b" to 1; those
+    of "c" to 2 and 3.
+    """
 
     engine: Any
-    recent = RecentRequests()
 
     def __init__(self) -> None:
-        self.engine, places = self, {"a": (("1", 10), ("2", 20)), "b": (("1", 11),)}
+        self.recent = RecentRequests()
+        self.engine, places = self, {"a": (("1", 10), ("2", 20)), "b": (("1", 11),), "c": (("2", 21), ("3", 30))}
         self._places = {}
         for request, each in places.items():
             for replica, number in each:
@@ -104,28 +106,66 @@ class Replicated:
                 self._places[number] = replica, number
 
     def replica_views(self) -> list[ReplicaView]:
-        return [ReplicaView("2", "here", "ready", 0, 0, 0, 0)]
+        return [ReplicaView(id, "here", "ready", 0, 0, 0, 0) for id in ("2", "3")]
 
     def place_of(self, number: int) -> tuple[str, int]:
         return self._places[number]
 
     async def recording(self, replica: str | None) -> RecordingReply:
-        return RecordingReply(f"of {replica}".encode(), {20: 7})
+        return RecordingReply(f"of {replica}".encode(), {20: 7, 21: 8} if replica == "2" else {30: 9})
 
 
-def test_replicas_that_are_gone_do_not_hide_the_recordings_of_the_others() -> None:
+def recording(query: dict[str, str]) -> httpx2.Response:
+    """Returns the answer of :class:`Replicated`."""
     service: Any = Replicated()
     app = FastAPI()
     app.include_router(recording_routes(service))
 
-    async def ask(request: str) -> httpx2.Response:
+    async def ask() -> httpx2.Response:
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://here") as client:
-            return await client.get("/recording", params={"request": request})
+            return await client.get("/recording", params=query)
 
-    found = asyncio.run(ask("a"))
+    return asyncio.run(ask())
+
+
+def test_replicas_that_are_gone_do_not_hide_the_recordings_of_the_others() -> None:
+    found = recording({"request": "a"})
     assert (found.content, found.headers[NUMBERS_HEADER], found.headers[REPLICAS_HEADER]) == (b"of 2", "7", "2")
-    lost = asyncio.run(ask("b"))
+    lost = recording({"request": "b"})
     assert (lost.status_code, "what answered 'b' is gone" in lost.text) == (404, True)
+
+
+@pytest.mark.parametrize(
+    ("query", "content", "numbers", "replicas"),
+    [
+        ({}, b"of None", None, None),
+        ({"replica": "3"}, b"of 3", None, None),
+        ({"request": "c"}, b"of 2", "8", "2 3"),
+        ({"request": "c", "replica": "2"}, b"of 2", "8", "2 3"),
+        ({"request": "c", "replica": "3"}, b"of 3", "9", "2 3"),
+    ],
+)
+def test_the_recording_is_that_of_the_replica_that_is_named(
+    query: dict[str, str], content: bytes, numbers: str | None, replicas: str | None
+) -> None:
+    found = recording(query)
+    assert (found.status_code, found.content) == (200, content)
+    assert (found.headers.get(NUMBERS_HEADER), found.headers.get(REPLICAS_HEADER)) == (numbers, replicas)
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "why"),
+    [
+        ({"replica": "1"}, 404, "there is no replica '1' now"),
+        ({"request": "c", "replica": "1"}, 404, "there is no replica '1' now"),
+        ({"request": "x" * 256}, 404, "is among the last ones"),
+        ({"request": "x" * 257}, 422, "at most 256 characters"),
+        ({"replica": "x" * 257}, 422, "at most 256 characters"),
+    ],
+)
+def test_a_recording_that_is_not_here_is_refused(query: dict[str, str], status: int, why: str) -> None:
+    found = recording(query)
+    assert (found.status_code, why in found.text) == (status, True)
 
 
 @pytest.mark.slow  # test_open_paths asks every path for its key

@@ -7,6 +7,7 @@ import json
 import math
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -35,6 +36,7 @@ from fastgen.serving.admission.request_limits import (
 from fastgen.serving.clients.connect import Protocols
 from fastgen.serving.clients.deployments import Deployment
 from fastgen.serving.http.openai.run import Batch, in_pieces, json_response
+from fastgen.serving.http.streaming import Gone
 from fastgen.serving.refusals import BadRequestError
 
 
@@ -130,6 +132,22 @@ def test_a_call_with_many_prompts_lets_other_requests_have_their_turn() -> None:
 
     asyncio.run(run())
     assert 1 < most < 100
+
+
+def test_a_call_may_ask_for_4096_answers_together() -> None:
+    class Taking:
+        async def submit(self, *arguments: Any, **more: Any) -> Any:
+            return SimpleNamespace(cancel=lambda: None)
+
+    async def submit(*samplings: SamplingParams) -> None:
+        request = Request({"type": "http", "headers": [], "state": {"gone": Gone()}})
+        service: Any = Taking()
+        await Batch.submit(service, request, [[1]] * len(samplings), samplings, is_stream=False)
+
+    most = [SamplingParams(n=128)] * 31 + [SamplingParams(beam_width=128, n=2)]
+    asyncio.run(submit(*most))
+    with pytest.raises(BadRequestError, match=r"^n: 33 prompts ask for 4097 answers together; .* at most 4096 in one"):
+        asyncio.run(submit(*most, SamplingParams()))
 
 
 def test_an_answer_with_many_log_probabilities_is_the_same_in_pieces(deployment: Deployment, llm: fastgen.LLM) -> None:

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx2
+import openai
 import pytest
 
 import fastgen
 from fastgen import LLM
 from fastgen.serving.clients.deployments import Deployment
+from tests.serving.scripted import ScriptedService, ask, scripted_codec
 
 PROMPT = "Once upon a time"
 
@@ -134,6 +136,22 @@ def test_a_stream_has_a_line_a_token(http: httpx2.Client, llm: LLM, accept: str)
     assert lines[-1]["details"]["finish_reason"] == "length"
 
 
+def test_the_last_line_of_a_stream_has_the_text_though_several_tokens_came_at_once() -> None:
+    codec = scripted_codec()
+    token_ids = codec.encode_text("One two three", add_special_tokens=False)
+    service = ScriptedService(codec, lambda prompt, sampling: (token_ids, "length"), at_once=True)
+    body = {"inputs": PROMPT, "parameters": {"return_full_text": True}, "stream": True}
+
+    async def use(client: openai.AsyncOpenAI) -> httpx2.Response:
+        return await client._client.post("http://scripted/invocations", json=body)
+
+    *lines, last = map(json.loads, ask(service, use).text.splitlines())
+    assert [line["token"]["id"] for line in (*lines, last)] == token_ids
+    assert all(line.keys() == {"token"} for line in lines)
+    assert last["generated_text"] == PROMPT + "One two three"
+    assert last["details"] == {"finish_reason": "length", "generated_tokens": len(token_ids), "inputs": PROMPT}
+
+
 def test_openais_bodies_are_those_of_openais_paths(http: httpx2.Client) -> None:
     sampling = {"temperature": 0, "max_tokens": 6}
     for path, body in (
@@ -161,7 +179,8 @@ def test_openais_bodies_are_those_of_openais_paths(http: httpx2.Client) -> None:
         ({"inputs": PROMPT, "parameters": {"watermark": True}}, "parameters.watermark"),
         ({"inputs": PROMPT, "parameters": {"truncate": 0}}, "parameters.truncate"),
         ({"inputs": 3}, "inputs"),
-        ({"inputs": [PROMPT, PROMPT], "stream": True}, None),
+        ({"inputs": [PROMPT, PROMPT], "stream": True}, "stream"),
+        ({"inputs": PROMPT, "parameters": {"n": 2, "do_sample": True}, "stream": True}, "stream"),
         ({"inputs": ["a"] * 2049}, "inputs"),
         ({"input": PROMPT}, "inputs"),
         ({"prompt": PROMPT, "temperature": -1.0}, "temperature"),

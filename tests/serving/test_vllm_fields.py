@@ -124,6 +124,36 @@ def test_the_end_of_a_prompt_counts(client: openai.OpenAI, llm: fastgen.LLM) -> 
     assert completion(client, text, add_special_tokens=False) == completion(client, bare)
 
 
+@pytest.mark.parametrize(
+    ("fields", "num_prompt", "num_answer"),
+    [
+        ({"truncate_prompt_tokens": -1}, 63, 1),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 30}, 34, 30),
+        ({"truncate_prompt_tokens": -1, "max_completion_tokens": 30}, 34, 30),
+        ({"truncate_prompt_tokens": 1, "max_tokens": 30}, 1, 30),
+    ],
+)
+def test_as_much_of_a_prompt_is_kept_as_the_answer_leaves_room_for(
+    fields: dict[str, Any], num_prompt: int, num_answer: int
+) -> None:
+    service = ScriptedService(scripted_codec(), lambda prompt, sampling: ([5], "stop"), max_model_len=64)
+
+    async def run() -> None:
+        async with openai_client(service) as client:
+            long = [{"role": "user", "content": "word " * 200}]
+            await client.chat.completions.create(model=SCRIPTED, messages=long, extra_body=fields)  # type: ignore[arg-type]
+            if "max_completion_tokens" not in fields:
+                await client.completions.create(model=SCRIPTED, prompt=[5] * 200, extra_body=fields)
+            too_many = {"truncate_prompt_tokens": -1, "max_tokens": 64}
+            with pytest.raises(openai.BadRequestError, match="the prompt has 1 tokens") as refused:
+                await client.completions.create(model=SCRIPTED, prompt=[5] * 200, extra_body=too_many)
+            assert refused.value.param == "max_tokens"
+
+    asyncio.run(run())
+    for prompt_ids, sampling in service.asked:
+        assert (len(prompt_ids), sampling.max_new_tokens) == (num_prompt, num_answer)
+
+
 def tokens_of(client: openai.OpenAI, **fields: Any) -> list[int]:
     root = client.with_options(base_url=str(client.base_url).removesuffix("v1/"))
     tokens: list[int] = root.post("/tokenize", body=fields, cast_to=dict[str, Any])["tokens"]

@@ -7,7 +7,7 @@ import contextlib
 import json
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -218,6 +218,30 @@ def test_a_port_with_a_server_that_shares_it_is_in_use() -> None:
         port = server.getsockname()[1]
         with pytest.raises(InvalidArgumentError, match="Address already in use"):
             hold_port(HOST, port).__enter__()
+
+
+@pytest.mark.parametrize("get", [listen, bind_shared])
+def test_an_address_that_cannot_be_had_is_refused_in_a_line(get: Callable[[str, int], socket.socket]) -> None:
+    with socket.create_server((HOST, 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(InvalidArgumentError) as refused:
+            get(HOST, port)
+    in_use = "Address already in use; choose another port, or end what listens there"
+    assert str(refused.value) == f"cannot listen on {HOST}:{port}: {in_use}"
+    with pytest.raises(InvalidArgumentError) as refused:
+        get("203.0.113.7", port)  # of nobody's machine
+    assert str(refused.value) == f"cannot listen on 203.0.113.7:{port}: Cannot assign requested address"
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+@pytest.mark.parametrize("get", [listen, bind_shared])
+def test_an_address_of_ipv6_leaves_the_port_to_others_at_addresses_of_ipv4(
+    get: Callable[[str, int], socket.socket],
+) -> None:
+    with get("::", 0) as here:
+        here.listen()
+        with socket.create_server((HOST, here.getsockname()[1])):
+            pass
 
 
 @asynccontextmanager

@@ -1,0 +1,207 @@
+"""Each limit of a connection to the byte, the request and the second, without sockets and without waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from fastgen.serving.http.connection import LimitedConnection, close_slow
+from fastgen.serving.options import ConnectionLimits
+from fastgen.serving.refusals import Refusal
+from tests.serving.local_server import Application, on_uvloop, post
+
+NOW_S = 1000.0
+CHUNKED = b"POST /never HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n"
+
+
+class Transport(asyncio.Transport):
+    """Keeps what a connection writes, and how it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.is_closed = self.is_aborted = False
+
+    def is_closing(self) -> bool:
+        return self.is_closed or self.is_aborted
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+class Played(LimitedConnection):
+    """A connection that a test plays, and what it refused."""
+
+    def __init__(self, limits: ConnectionLimits):
+        self.refused: list[Refusal] = []
+        self.played = Transport()
+        config = uvicorn.Config(Application(), lifespan="off", log_config=None)
+        super().__init__(limits, self.refused.append, config, ServerState(), {})
+        self.connection_made(self.played)
+
+
+@asynccontextmanager
+async def connected(**limits: Any) -> AsyncIterator[Played]:
+    connection = Played(ConnectionLimits(**limits))
+    async with asyncio.timeout(20):
+        yield connection
+    for task in connection.tasks:
+        task.cancel()
+    if connection.tasks:
+        await asyncio.wait(connection.tasks)
+
+
+def head(num_bytes: int) -> bytes:
+    """Returns a request without a body that has this many bytes in its path, and in names, values and separators of
+    its fields.
+    """
+    num_fixed = len("/never") + len("host: localhost\r\n") + len("x: \r\n")
+    return b"GET /never HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * (num_bytes - num_fixed) + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize("num_bytes", [65_536, 65_537])
+def test_a_head_may_have_64_kib(num_bytes: int) -> None:
+    async def run() -> None:
+        async with connected() as connection:
+            connection.data_received(head(num_bytes))
+            is_taken = num_bytes == 65_536
+            assert connection.refused == ([] if is_taken else ["head_size"])
+            assert len(connection.tasks) == is_taken, "what is refused is not run"
+            assert connection.played.written.startswith(b"" if is_taken else b"HTTP/1.1 413 ")
+            assert connection.played.is_closed is not is_taken
+
+    on_uvloop(run())
+
+
+@pytest.mark.parametrize("before", [b"", CHUNKED], ids=["head", "behind a body"])
+def test_what_completes_nothing_may_have_64_kib(before: bytes) -> None:
+    async def run() -> None:
+        async with connected() as connection:
+            if before:
+                connection.data_received(before)
+            begin = b"x: " if before else b"GET /never HTTP/1.1\r\nx: "
+            connection.data_received(begin + b"a" * (65_536 - len(begin)))
+            assert connection.refused == []
+            connection.data_received(b"a")
+            assert connection.refused == ["head_size"]
+            assert connection.played.written.startswith(b"HTTP/1.1 413 ")
+
+    on_uvloop(run())
+
+
+def test_256_requests_may_wait_for_the_answer_before_theirs() -> None:
+    async def run() -> None:
+        async with connected() as connection:
+            connection.data_received(head(100) * 257)
+            assert connection.refused == []
+            connection.data_received(head(100) * 2)
+            assert connection.refused == ["pipelined"]
+            assert not connection.played.is_closed, "they are answered first"
+
+    on_uvloop(run())
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_the_heads_of_waiting_requests_may_have_256_kib(num_more: int) -> None:
+    """Those behind the first that waits."""
+
+    async def run() -> None:
+        async with connected() as connection:
+            for num_bytes in (100, 60_000, *[52_429] * 4, 52_428 + num_more):
+                assert connection.refused == []
+                connection.data_received(head(num_bytes))
+            assert connection.refused == ["pipelined"] * num_more
+
+    on_uvloop(run())
+
+
+@pytest.mark.parametrize("hosts", [b"", b"host: localhost\r\nhost: localhost\r\n"])
+def test_a_request_with_another_number_of_hosts_is_not_run(hosts: bytes) -> None:
+    async def run() -> None:
+        async with connected() as connection:
+            connection.data_received(b"GET /never HTTP/1.1\r\n" + hosts + b"\r\n")
+            assert connection.refused == ["not_http"]
+            assert not connection.tasks
+
+    on_uvloop(run())
+
+
+@pytest.mark.parametrize(("sent", "status"), [(b"", b""), (b"GET /ne", b"HTTP/1.1 408 ")])
+def test_a_head_has_its_time_to_the_end(monkeypatch: pytest.MonkeyPatch, sent: bytes, status: bytes) -> None:
+    monkeypatch.setattr("fastgen.serving.http.connection.time.monotonic", lambda: NOW_S)
+
+    async def run() -> None:
+        async with connected(header_timeout_s=10) as connection:
+            if sent:
+                connection.data_received(sent)
+            connection.close_if_slow(NOW_S + 10)
+            assert not connection.played.is_closing()
+            connection.close_if_slow(NOW_S + 10.5)
+            assert connection.played.is_closed
+            assert connection.played.written.startswith(status)
+            assert connection.refused == (["head_time"] if status else [])
+
+    on_uvloop(run())
+
+
+def test_a_client_has_the_time_to_take_its_answer_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastgen.serving.http.connection.time.monotonic", lambda: NOW_S)
+
+    async def run() -> None:
+        async with connected(write_timeout_s=10) as connection:
+            connection.data_received(post("/never", b""))
+            for later_s in (20, 40):  # nothing waits for it
+                connection.close_if_slow(NOW_S + later_s)
+            assert not connection.played.is_closing()
+            connection.pause_writing()
+            connection.close_if_slow(NOW_S + 10)
+            assert not connection.played.is_closing()
+            connection.close_if_slow(NOW_S + 10.5)
+            assert connection.played.is_aborted
+
+    on_uvloop(run())
+
+
+def test_a_connection_is_not_idle_while_a_request_is_coming() -> None:
+    async def run() -> None:
+        async with connected() as connection:
+            request = post("/echo", b"abc")
+            connection.data_received(request)
+            while connection.timeout_keep_alive_task is None:  # after which an idle connection would be closed
+                await asyncio.sleep(0)
+            connection.data_received(request[:10])
+            assert connection.timeout_keep_alive_task is None
+
+    on_uvloop(run())
+
+
+@pytest.mark.parametrize(("header_timeout_s", "write_timeout_s"), [(1.0, 8.0), (8.0, 1.0), (60.0, 60.0)])
+def test_slow_clients_are_looked_for_four_times_within_their_time_and_every_second(
+    monkeypatch: pytest.MonkeyPatch, header_timeout_s: float, write_timeout_s: float
+) -> None:
+    async def sleep(seconds: float) -> None:
+        assert 0 < seconds <= min(header_timeout_s / 4, write_timeout_s / 4, 1.0)
+        raise asyncio.CancelledError
+
+    limits = ConnectionLimits(header_timeout_s=header_timeout_s, write_timeout_s=write_timeout_s)
+    monkeypatch.setattr("fastgen.serving.http.connection.asyncio.sleep", sleep)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(close_slow(ServerState(), limits))

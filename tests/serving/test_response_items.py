@@ -1,0 +1,150 @@
+"""The parts of a response: its fields, its items, and the places of the events that report them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from fastgen.serving.http.openai.responses.requests import ResponsesRequest
+from fastgen.serving.tools.formats import TOOL_FORMATS
+from tests.serving.scripted import MODEL, ScriptedService, ask, scripted_codec
+from tests.serving.test_openai_tools import HERMES, OSLO, always
+from tests.serving.test_tool_calls import written
+
+TOOLS: list[Any] = [
+    {"type": "function", "name": name, "description": None, "parameters": None, "strict": None}
+    for name in ("look_up", "add")
+]
+LOGPROBS = ["message.output_text.logprobs"]
+ASKED: dict[str, Any] = {"model": MODEL, "input": "How is it in Oslo?", "tools": TOOLS, "include": LOGPROBS}
+CALL = written(TOOL_FORMATS["hermes"], [OSLO])
+
+
+def test_a_response_has_the_fields_of_its_request_and_their_defaults() -> None:
+    service = always(scripted_codec(HERMES), "Cold.")
+
+    def post(**fields: Any) -> dict[str, Any]:
+        async def use(client: openai.AsyncOpenAI) -> httpx2.Response:
+            body = {"model": MODEL, "input": "Hello", **fields}
+            return await client._client.post("http://scripted/v1/responses", json=body)
+
+        found: dict[str, Any] = ask(service, use).json()
+        return found
+
+    plain, nothing = post(), ("error", "incomplete_details", "instructions", "max_output_tokens", "max_tool_calls")
+    defaults: dict[str, Any] = {
+        **dict.fromkeys((*nothing, "previous_response_id", "user")),
+        "background": False,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "reasoning": {"effort": None, "summary": None},
+        "service_tier": "default",
+        "store": False,
+        "temperature": 0.0,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_logprobs": 0,
+        "top_p": 1.0,
+        "truncation": "disabled",
+    }
+    assert {name: plain[name] for name in defaults} == defaults
+    ((prompt_ids, _),), usage = service.asked, plain["usage"]
+    num_answer = usage.pop("output_tokens")
+    assert num_answer > 0
+    assert usage == {
+        "input_tokens": len(prompt_ids),
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": len(prompt_ids) + num_answer,
+    }
+    given: dict[str, Any] = {
+        "instructions": "Be brief.",
+        "max_output_tokens": 50,
+        "max_tool_calls": 3,
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "none"},
+        "temperature": 0.5,
+        "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}},
+        "tool_choice": "none",
+        "tools": TOOLS,
+        "top_logprobs": 2,
+        "top_p": 0.5,
+        "user": "u",
+    }
+    full = post(**given)
+    assert {name: full[name] for name in given} == given | {"reasoning": {"effort": "none", "summary": None}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "logprobs", "top_logprobs"),
+    [
+        ({}, None, None),
+        ({"top_logprobs": 0}, None, None),
+        ({"top_logprobs": 2}, True, 2),
+        ({"include": LOGPROBS}, True, None),
+        ({"include": ["reasoning.encrypted_content"]}, None, None),
+        ({"include": LOGPROBS, "top_logprobs": 2}, True, 2),
+    ],
+)
+def test_log_probabilities_are_wanted_by_either_field(
+    fields: dict[str, Any], logprobs: bool | None, top_logprobs: int | None
+) -> None:
+    chat = ResponsesRequest.model_validate({"model": MODEL, "input": "Hello", **fields}).chat()
+    assert (chat.logprobs, chat.top_logprobs) == (logprobs, top_logprobs)
+
+
+def test_an_input_may_begin_with_a_call() -> None:
+    call = {"type": "function_call", "call_id": "a", "name": "add", "arguments": "{}"}
+    items = [call, {"type": "function_call_output", "call_id": "a", "output": "4"}]
+    messages = ResponsesRequest.model_validate({"model": MODEL, "input": items}).chat().messages
+    assert [message.role for message in messages] == ["assistant", "tool"]
+
+
+def test_the_events_of_a_stream_name_the_places_of_their_items() -> None:
+    service = always(scripted_codec(HERMES), f"Let me see. {CALL} And that is all.")
+
+    async def use(client: openai.AsyncOpenAI) -> list[dict[str, Any]]:
+        return [event.to_dict() async for event in await client.responses.create(**ASKED, stream=True)]
+
+    *events, last = ask(service, use)
+    output = last["response"]["output"]
+    assert [item["type"] for item in output] == ["message", "function_call", "message"]
+    placed = [event for event in events if "output_index" in event]
+    for event in placed:
+        assert output[event["output_index"]]["id"] == event.get("item_id", event.get("item", {}).get("id"))
+        assert event.get("content_index", 0) == 0
+    assert [event["output_index"] for event in placed] == sorted(event["output_index"] for event in placed)
+
+
+def test_every_token_of_an_answer_has_its_log_probability_in_its_message() -> None:
+    codec = scripted_codec()
+    text_ids, (eos_id, *_) = codec.encode_text("Hello there", add_special_tokens=False), codec.eos_token_ids
+    service = ScriptedService(codec, lambda prompt, sampling: ([*text_ids, eos_id], "stop"))
+    fields: dict[str, Any] = {"model": MODEL, "input": "Hello", "include": LOGPROBS}
+
+    async def use(client: openai.AsyncOpenAI) -> tuple[Any, Any]:
+        events = [event async for event in await client.responses.create(**fields, stream=True)]
+        return await client.responses.create(**fields), events[-1].response
+
+    for response in ask(service, use):
+        told = response.output[0].content[0].logprobs
+        assert [bytes(each.bytes) for each in told] == [codec.token_bytes(id_) for id_ in (*text_ids, eos_id)]
+        assert all(each.top_logprobs == [] for each in told)
+
+
+def test_a_message_behind_a_call_has_no_log_probabilities_of_the_arguments() -> None:
+    service = always(scripted_codec(HERMES), f"{CALL} And that is all.")
+
+    async def use(client: openai.AsyncOpenAI) -> Any:
+        return [event async for event in await client.responses.create(**ASKED, stream=True)][-1]
+
+    call, message = ask(service, use).response.output
+    assert (call.type, call.arguments) == ("function_call", OSLO[1])
+    told = "".join(each.token for each in message.content[0].logprobs)
+    assert told.endswith(message.content[0].text)
+    assert "Oslo" not in told
