@@ -16,7 +16,9 @@ from fastgen.errors import OutOfMemoryError
 from fastgen.models.measure import ModelBuild
 from fastgen.options import LoadOptions
 from fastgen.runtime.config import resolve_engine_config
+from fastgen.runtime.memory.fit import nearest_that_fits
 from fastgen.runtime.memory.ledger import MemoryModel
+from fastgen.runtime.memory.sizes import AskedSizes
 from tests.draws import drawn
 from tests.runtime.test_engine_config import make_spec
 
@@ -107,6 +109,21 @@ def test_where_the_weights_are_too_large_something_smaller_is_named() -> None:
     message = refusal(memory_of(MIB, kind="cuda"))
     assert re.search(r"no sizes of the engine help: it takes [\d.]+ GiB at least", message)
     assert least.total_bytes > MIB
+
+
+def test_where_only_smaller_weights_help_their_formats_are_named() -> None:
+    memory = memory_of(100 * MIB)
+    asked = AskedSizes(kv_cache_memory=MIB, token_budget=8, max_num_seqs=4, max_model_len=64, block_size=16)
+
+    def resolve(tried: MemoryModel, sizes: AskedSizes) -> Any:
+        if tried.build.weight_format not in ("int4", "int8"):
+            raise OutOfMemoryError("the weights are too large")
+
+    advice = nearest_that_fits(memory, asked, asked, resolve)
+    assert advice in (
+        "no sizes of the engine help, but it fits with quantize='int8', or with quantize='int4'",
+        "no sizes of the engine help, but it fits with quantize='int4', or with quantize='int8'",
+    )
 
 
 @pytest.mark.slow

@@ -128,6 +128,17 @@ def test_a_recording_can_be_taken_at_any_moment() -> None:
     assert recording.steps == history.engine.recorder.recording("m").steps[:4]
 
 
+def test_the_last_steps_are_those_the_oldest_first() -> None:
+    history = random_history(random.Random(1))
+    history.submit(8, max_new_tokens=8, ignore_eos=True)
+    for _ in range(5):
+        history.step()
+    recorder = history.engine.recorder
+    assert [record.number for record in recorder.last_steps(3)] == [2, 3, 4]
+    assert [record.number for record in recorder.last_steps(99)] == [0, 1, 2, 3, 4]
+    history.engine.cancel_all()
+
+
 def brute_force_numbers(token_ids: dict[str, list[int]], block_size: int) -> dict[str, list[int]]:
     """Numbers each full block by comparing whole prefixes."""
     prefixes: list[list[int]] = []

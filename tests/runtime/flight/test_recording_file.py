@@ -6,14 +6,33 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastgen.errors import RecordingError
-from fastgen.runtime.flight.recording import VERSION, Recording
-from fastgen.runtime.flight.recording_file import read_recording, write_recording
+from fastgen.runtime.flight.recording import (
+    VERSION,
+    Admission,
+    Arrival,
+    BeamMove,
+    Beams,
+    Blocks,
+    Copy,
+    Entry,
+    Event,
+    Finish,
+    Header,
+    Recording,
+    SequenceState,
+    Snapshot,
+    Step,
+    Waiting,
+    Withdrawal,
+)
+from fastgen.runtime.flight.recording_file import dump_recording, parse_recording, read_recording, write_recording
 from tests.runtime.histories import random_history
 
 
@@ -127,3 +146,60 @@ def test_files_that_cannot_be_reached(tmp_path: Path) -> None:
         read_recording(tmp_path / "missing.jsonl")
     with pytest.raises(RecordingError, match="the recording cannot be written: No such file"):
         write_recording(recorded(0), tmp_path / "no folder" / "flight.jsonl")
+
+
+def step(**fields: Any) -> Step:
+    given: dict[str, Any] = {"began_s": 0.0, "scheduled_s": 0.0, "build_s": 0.0, "ran_s": 1.0, "ended_s": 1.0}
+    given |= {"size": 1, "num_padding": 0, "num_decodes": 0, "entries": (), "running": 1, "waiting": 0}
+    return Step(step=0, blocks_free=1, **{**given, **fields})
+
+
+def snapshot(**fields: Any) -> Snapshot:
+    names = ("policy", "free", "cached", "nodes", "sequences", "decodes", "prompts", "free_slots", "updates", "waiting")
+    given = dict.fromkeys((*names, "held", "forked", "copies", "private", "may_share"), ())
+    return Snapshot(step=0, num_opened=1, now_s=0.0, **{**given, **fields})
+
+
+def beams(request: int = 0, *, moves: tuple[BeamMove, ...] = (), given: tuple[str, ...] = ()) -> Beams:
+    return Beams(request=request, step=0, moves=moves, given=given)
+
+
+# By the place where an event names a sequence: the event that does.
+NAMING: dict[str, Callable[[str], Event]] = {
+    "entry": lambda name: step(entries=(Entry(name, 0, 1, 0, 1),)),
+    "admission": lambda name: step(admitted=(Admission(name, 0, 0, 0),)),
+    "preemption": lambda name: step(preempted=(name,)),
+    "held back": lambda name: step(held_back=(name,)),
+    "postponed": lambda name: step(postponed=(name,)),
+    "end": lambda name: Finish(clock_s=1.0, sequence=name, reason="stop", num_tokens=1, step=None),
+    "blocks": lambda name: Blocks(sequence=name, blocks=(1,)),
+    "withdrawal": lambda name: Withdrawal(request=int(name[0]), step=0),
+    "search": lambda name: beams(int(name[0])),
+    "token of a beam": lambda name: beams(given=(name,)),
+    "moved beam": lambda name: beams(moves=(BeamMove(name, None, ()),)),
+    "parent of a beam": lambda name: beams(moves=(BeamMove("0.0", name, ()),)),
+    "state": lambda name: snapshot(sequences=(SequenceState(name, 1, 1, 0, 0, (0, 0, 0), 0, (), None),)),
+    "waiting": lambda name: snapshot(waiting=(Waiting(name, 0.0, (0, 0, 0)),)),
+    "decodes": lambda name: snapshot(decodes=(name,)),
+    "prompts": lambda name: snapshot(prompts=(name,)),
+    "held": lambda name: snapshot(held=(name,)),
+    "forked": lambda name: snapshot(forked=(name,)),
+    "private": lambda name: snapshot(private=(name,)),
+    "may share": lambda name: snapshot(may_share=(name,)),
+    "copies": lambda name: snapshot(copies=((name, Copy(0, 0, 1, 2)),)),
+}
+
+
+@cache
+def some_header() -> Header:
+    return recorded(0).header
+
+
+@pytest.mark.parametrize("place", NAMING)
+def test_every_sequence_that_is_named_must_have_arrived(place: str) -> None:
+    header = some_header()
+    arrival = Arrival(clock_s=0.0, request=0, prompt_tokens=1, max_new_tokens=1)
+    events = (arrival, NAMING[place]("0.0"))
+    assert parse_recording(dump_recording(header, events), "file") == Recording(header, events)
+    with pytest.raises(RecordingError, match=r"^file:3: sequence '9\.0' never arrived$"):
+        parse_recording(dump_recording(header, (arrival, NAMING[place]("9.0"))), "file")

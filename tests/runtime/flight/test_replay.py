@@ -222,6 +222,18 @@ def test_a_ring_that_wrapped_is_replayed_from_a_snapshot(seed: int, tmp_path: Pa
     assert replayed == list(range(replayed[0], replayed[-1] + 1))
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_ring_that_is_bounded_in_bytes_holds_snapshots_too(seed: int) -> None:
+    history = random_history(random.Random(seed))
+    history.record_with(max_bytes=40_000)
+    history.live(150)
+    recording = history.engine.recorder.recording("m")
+    assert recording.header.first_step
+    num_snapshots = sum(isinstance(event, Snapshot) for event in recording.events)
+    assert 1 <= num_snapshots <= 4
+    assert first_difference(recording) is None
+
+
 def test_a_snapshot_that_is_wrong_decides_differently() -> None:
     num_tried = 0
     for seed in range(8):

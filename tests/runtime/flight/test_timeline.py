@@ -6,6 +6,7 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,30 @@ def test_cells_recounted_from_the_block_tables(seed: int, max_steps: int) -> Non
                     assert cell in (*(named or [OTHERS]), *left_behind)
                 else:
                     assert cell in (FREE, CACHED)
+
+
+def test_columns_are_equal_parts_of_the_time() -> None:
+    """Each shows the holders after the step in which its middle lies, or behind which it lies."""
+    steps: Any = [
+        SimpleNamespace(step=number, began_s=began_s, end_s=end_s)
+        for number, began_s, end_s in ((7, 10.0, 11.0), (8, 11.0, 12.0), (9, 15.0, 18.0))
+    ]
+    assert timeline._columns(steps, 5) == {7: [0], 9: [1, 2, 3, 4]}
+    assert timeline._columns(steps, 8) == {7: [0], 8: [1], 9: [2, 3, 4, 5, 6, 7]}
+
+
+def test_tokens_are_bars_and_times_are_in_milliseconds() -> None:
+    found = timeline.series(shared_and_cached().engine.recorder.recording("m"))
+    times = Figure().subplots()
+    timeline_picture._draw_times(times, found)
+    (line,) = times.lines
+    assert np.allclose(line.get_ydata(), np.repeat(1000 * (found.end_s - found.start_s), 2))
+    assert np.array_equal(line.get_xdata(), np.stack([found.start_s, found.end_s], axis=1).ravel())
+    edges, heights = timeline_picture._outline(found, found.decodes + found.prompts)
+    for index, (start_s, end_s) in enumerate(zip(found.start_s, found.end_s, strict=True)):
+        assert edges[4 * index : 4 * index + 4].tolist() == [start_s, start_s, end_s, end_s]
+        num_tokens = found.decodes[index] + found.prompts[index]
+        assert heights[4 * index : 4 * index + 4].tolist() == [0, num_tokens, num_tokens, 0]
 
 
 def test_series_are_the_steps() -> None:

@@ -19,6 +19,7 @@ from fastgen.runtime.flight.recording import (
     Recording,
     Step,
 )
+from fastgen.runtime.flight.step_times import measured_steps
 from fastgen.runtime.flight.time_account import OtherPrompts, Share, Span
 from fastgen.runtime.flight.why import Preemption, Why, why
 from fastgen.runtime.flight.why_text import as_text, seconds
@@ -145,7 +146,7 @@ def test_steps_are_shared_by_tokens_with_prompts_and_decodes() -> None:
         "passed_over": 10.0,
     }
     assert facts.first_token.others == OtherPrompts(num_requests=1, longest_request=1, longest_tokens=600)
-    assert facts.finish_reason is None
+    assert (facts.finish_reason, facts.total_s) == (None, 31.0)
     assert "still going on where the recording ends" in as_text(facts)
     assert "51 % sharing steps with the 600-token prompt of request 1" in as_text(facts)
 
@@ -174,6 +175,146 @@ def test_causes_of_waiting_in_the_queue(cause: str) -> None:
     assert shares(facts.first_token) == {cause: 4.0, "own": 1.0}
     assert facts.ahead == 4 - 1, "request 0 and both sequences of request 1 had no slot yet"
     assert f"80 % {words}, 20 % computing its own tokens. 3 sequences waited when it came." in as_text(facts)
+
+
+FOR_ANY = {"kv_reservation": "context", "max_model_len": 97}
+BOUNDARIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a block is left": ({}, {"blocks_free": 1}, "queued_policy"),
+    "a block is left for two groups": ({"windows": (None, 8)}, {"blocks_free": 1}, "queued_blocks"),
+    "a prompt is not yet read": ({}, {"entries": (Entry("0.0", 0, 100, 0, 0),)}, "queued_tokens"),
+    # 40 tokens and 9 new ones, of which the last is never computed, are three blocks of 16.
+    "blocks for the request are left": ({"kv_reservation": "request"}, {"blocks_free": 3}, "queued_policy"),
+    "too few for the request are": ({"kv_reservation": "request"}, {"blocks_free": 2}, "queued_blocks"),
+    "blocks for any are left": (FOR_ANY, {"blocks_free": 6}, "queued_policy"),
+    "too few for any are": (FOR_ANY, {"blocks_free": 5}, "queued_blocks"),
+    "nothing is reserved": ({"max_model_len": 97}, {"blocks_free": 2}, "queued_policy"),
+}
+
+
+@pytest.mark.parametrize("case", BOUNDARIES)
+def test_where_one_cause_of_waiting_ends_and_the_next_begins(case: str) -> None:
+    engine, fields, cause = BOUNDARIES[case]
+    some = recording(
+        arrival(0.0, 0, 100),
+        arrival(0.0, 1, 40),
+        replace(step(0, 0.0, 4.0, ("0.0", 0, 100, 1), running=1, admitted=(slot("0.0", 0),)), **fields),
+        step(1, 4.0, 5.0, ("1.0", 0, 40, 1), admitted=(slot("1.0", 1),)),
+    )
+    header = replace(some.header, engine=replace(ENGINE, **engine))
+    assert shares(why(Recording(header, some.events), "1").first_token) == {cause: 4.0, "own": 1.0}
+
+
+def test_those_that_wait_when_a_request_comes_are_counted() -> None:
+    facts = why(
+        recording(
+            *(arrival(0.0, request, 10) for request in range(4)),
+            arrival(0.0, 4, 10, n=2),
+            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), ("1.0", 0, 10, 1), admitted=(slot("0.0", 0), slot("1.0", 1))),
+            finish(1.0, "2.0", 0, "cancelled"),
+            step(1, 1.0, 2.0, ("0.0", 10, 1, 1), num_decodes=1, preempted=("1.0",)),
+            arrival(2.0, 5, 10),
+            arrival(2.0, 6, 10),
+        ),
+        "5",
+    )
+    assert facts.ahead == len({"1.0", "3.0", "4.0", "4.1"})
+
+
+def test_the_prompts_of_several_others_are_counted_and_the_longest_of_the_first_is_named() -> None:
+    facts = why(
+        recording(
+            *(arrival(0.0, request, 40) for request in range(3)),
+            step(
+                0,
+                0.0,
+                1.0,
+                *((f"{request}.0", 0, 40, 1) for request in range(3)),
+                admitted=tuple(slot(f"{request}.0", request) for request in range(3)),
+            ),
+        ),
+        "0",
+    )
+    assert facts.first_token.others == OtherPrompts(num_requests=2, longest_request=1, longest_tokens=40)
+    assert "67 % sharing steps with 2 prompts, the longest the 40-token prompt of request 1" in as_text(facts)
+
+
+def test_the_longest_step_of_a_gap_is_found_in_a_recording_without_its_beginning() -> None:
+    facts = why(
+        recording(
+            step(9, 9.0, 10.0),
+            arrival(10.0, 4, 10),
+            step(10, 10.0, 11.0, ("4.0", 0, 10, 1), admitted=(slot("4.0", 0),)),
+            step(11, 11.0, 14.0),
+            step(12, 14.0, 15.0, ("4.0", 10, 1, 1), num_decodes=1),
+            step(13, 15.0, 20.0),
+            first_step=9,
+        ),
+        "4",
+    )
+    assert facts.worst_gap is not None
+    assert (facts.worst_gap.after, facts.worst_gap.span.seconds, facts.worst_gap.step.step) == (1, 4.0, 11)
+
+
+def test_tokens_that_came_at_one_moment_have_no_rate() -> None:
+    facts = why(
+        recording(
+            arrival(0.0, 0, 10),
+            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(slot("0.0", 0),)),
+            step(1, 1.0, 1.0, ("0.0", 10, 1, 1), num_decodes=1),
+        ),
+        "0",
+    )
+    assert (facts.new_tokens, facts.tokens_per_s, facts.median_gap_s) == (2, None, 0.0)
+    assert "a second" not in as_text(facts)
+
+
+def test_a_preemption_that_nothing_followed_lasted_to_the_end() -> None:
+    facts = why(
+        recording(
+            arrival(0.0, 0, 10),
+            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(slot("0.0", 0),)),
+            step(1, 1.0, 2.0, preempted=("0.0",)),
+            finish(7.0, "0.0", 1, "cancelled"),
+        ),
+        "0",
+    )
+    assert facts.preemptions == (Preemption(step=1, waited_s=6.0, lost_tokens=10),)
+
+
+@pytest.mark.parametrize(("count", "named"), [(5, "1, 2, 3, 4, 5"), (7, "1, 2, 3, 4, 5 and 2 more")])
+def test_the_steps_of_a_few_preemptions_are_named(count: int, named: str) -> None:
+    again = [
+        step(number, number, number + 1.0, ("0.0", 0, 10, 1), preempted=("0.0",), admitted=(slot("0.0", 0),))
+        for number in range(1, count + 1)
+    ]
+    first = step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(slot("0.0", 0),))
+    text = as_text(why(recording(arrival(0.0, 0, 10), first, *again), "0"))
+    assert f"{count} preemptions (step {named}): {10 * count} tokens to compute again, 0 µs until blocks were" in text
+
+
+def test_a_step_takes_from_the_end_of_the_one_before_it() -> None:
+    """One that is launched ahead begins before that."""
+    found = measured_steps(
+        recording(
+            arrival(0.0, 0, 10),
+            step(0, 1.0, 3.0, ("0.0", 0, 10, 1)),
+            step(1, 2.0, 4.0, ("0.0", 10, 1, 1), num_decodes=1),
+            replace(step(2, 5.0, 6.0, ("0.0", 11, 1, 0), num_decodes=1), ran_s=None, ended_s=None),
+            step(3, 7.0, 9.0, ("0.0", 11, 1, 1), num_decodes=1),
+        )
+    )
+    assert [(each.step, measured.seconds) for each, measured in found] == [(0, 2.0), (1, 1.0), (3, 2.0)]
+
+
+@pytest.mark.parametrize(("num_steps", "is_known"), [(49, False), (50, True)])
+def test_a_recording_of_fifty_steps_says_what_was_expected(num_steps: int, is_known: bool) -> None:
+    steps = [
+        step(number, number, number + 0.5, ("0.0", 10 + number, 1, 1), num_decodes=1) for number in range(num_steps)
+    ]
+    facts = why(recording(arrival(0.0, 0, 10), *steps), "0")
+    assert facts.steps_s == pytest.approx(num_steps / 2)
+    assert (facts.expected_s is not None) == is_known
+    assert ("are expected of such steps" in as_text(facts)) == is_known
 
 
 def test_a_preemption_is_time_waited_and_time_to_compute_again() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +18,10 @@ from fastgen.compile.host.group_ranks import MeetingPoint
 from fastgen.compile.host.rank_memory import TIMEOUT_S, RankMemory
 from fastgen.errors import RankError
 from fastgen.runtime.ranks import follower, team
+from fastgen.runtime.ranks.leading import LeadingForward
 from fastgen.runtime.ranks.part import _sample_together
-from fastgen.runtime.ranks.team import READY, Team, _Members, ending_on_error
-from fastgen.runtime.step.plans import Kind, PlanBoard
+from fastgen.runtime.ranks.team import FAILED, LOADED, READY, Team, _Members, ending_on_error
+from fastgen.runtime.step.plans import MAX_PAIRS, Kind, PlanBoard
 
 NUM_RANKS = 3
 
@@ -208,3 +211,84 @@ def test_a_team_looks_into_the_memory_until_it_knows_that_a_rank_is_lost(lost: s
     known.lost = lost
     with pytest.raises(RankError, match=f"^{lost or 'rank 2 of 3 did not come to a sum over ranks in time; .*'}$"):
         Team.check(known)
+
+
+def test_many_entries_of_block_tables_go_into_as_many_plans_as_have_room_for_them() -> None:
+    plans: list[tuple[Kind, tuple[np.ndarray, np.ndarray]]] = []
+    known: Any = SimpleNamespace(plan=lambda kind, numbers, arrays: plans.append((kind, arrays)))
+    places = np.arange(2 * MAX_PAIRS + 1)
+    Team.write_tables(known, places, places + 7)
+    assert [(kind, len(arrays[0])) for kind, arrays in plans] == [
+        (Kind.WRITE_TABLES, MAX_PAIRS),
+        (Kind.WRITE_TABLES, MAX_PAIRS),
+        (Kind.WRITE_TABLES, 1),
+    ]
+    for index, expected in enumerate((places, places + 7)):
+        assert np.array_equal(np.concatenate([arrays[index] for _, arrays in plans]), expected)
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(3, "ended with status 3"), (-9, "was ended by signal SIGKILL"), (None, "closed its connection")],
+)
+def test_how_a_rank_ended_is_said(status: int | None, said: str, board: PlanBoard) -> None:
+    def wait(timeout_s: float) -> int:
+        if status is None:
+            raise subprocess.TimeoutExpired("a rank", timeout_s)
+        return status
+
+    of = members(board, None)
+    (first, _first), (second, theirs) = Pipe(), Pipe()
+    of.connections = [first, second]
+    of.processes = [SimpleNamespace(pid=70), SimpleNamespace(pid=77, wait=wait)]  # type: ignore[list-item]
+    theirs.send((LOADED,))
+    theirs.send((FAILED, "no memory is left"))
+    theirs.close()
+    assert of._hear(2) is None
+    assert of.num_sent == {LOADED: 1}
+    assert of._hear(2) == "failed: no memory is left"
+    assert of._hear(2) == f"(process 77) {said}"
+
+
+@pytest.mark.parametrize(
+    ("error", "given", "message"),
+    [
+        (ValueError("of the model"), "rank 0 failed: of the model", "of the model"),
+        (RankError("a wait ended"), "a wait ended", "rank 1 of 2 was ended"),
+        (None, None, None),
+    ],
+)
+def test_ranks_end_with_a_step_that_fails_at_the_leader(
+    error: Exception | None, given: str | None, message: str | None
+) -> None:
+    done: list[str] = []
+
+    class KnownTeam:
+        def plan(self, kind: Kind, numbers: tuple[int, ...], arrays: tuple[object, ...]) -> None:
+            done.append(f"plan {kind.name} {numbers}")
+
+        def give_up(self, why: str) -> None:
+            done.append(why)
+
+        def check(self) -> None:
+            done.append("check")
+            if isinstance(error, RankError):
+                raise RankError("rank 1 of 2 was ended")
+
+    def some_logits(hidden: Tensor, first: int, end: int) -> Tensor:
+        done.append("compute")
+        if error is not None:
+            raise error
+        return hidden
+
+    own: Any = SimpleNamespace(model=None, kv_cache=None, some_logits=some_logits)
+    inputs: Any = None
+    forward = LeadingForward(own, inputs, KnownTeam())  # type: ignore[arg-type]
+    hidden, begun = torch.zeros(1), ["plan SOME_LOGITS (2, 5)", "compute"]
+    if error is None:
+        assert forward.some_logits(hidden, 2, 5) is hidden
+        assert done == [*begun, "check"], "a GPU that waited in vain has gone on"
+    else:
+        with pytest.raises(type(error), match=f"^{message}$"):
+            forward.some_logits(hidden, 2, 5)
+        assert done[:3] == [*begun, given]
