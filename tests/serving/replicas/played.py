@@ -233,11 +233,11 @@ class Noted:
 
 @asynccontextmanager
 async def played_set(
-    *replicas: PlayedReplica, router: str = "least_tokens"
+    *replicas: PlayedReplica, router: str = "least_tokens", on_beat: Callable[[], None] = lambda: None
 ) -> AsyncIterator[tuple[ReplicaSet, PlayedHandle, Noted]]:
     """Yields a started set of these replicas, all attached, with its handle and what its watcher notes."""
     handle, noted = PlayedHandle(*replicas), Noted()
-    found = ReplicaSet(handle, noted, generation=GENERATION, router=router)
+    found = ReplicaSet(handle, noted, generation=GENERATION, router=router, on_beat=on_beat)
     async with asyncio.timeout(WAIT_S):
         try:
             await found.start()

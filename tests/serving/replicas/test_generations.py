@@ -77,3 +77,8 @@ def test_a_deployment_with_other_arguments_of_load_is_another_generation(monkeyp
     assert len(found) == 3
     assert all(replicas == server != first for replicas, server in found)
     assert generations(monkeypatch, port=8001, replicas=4, max_queued_requests=7) == (first, first)
+
+
+def test_the_order_of_arguments_makes_no_other_generation() -> None:
+    given = {"model": "tiny-llama", "prefix_caching": True, "max_model_len": 64}
+    assert generation_of(given) == generation_of(dict(reversed(given.items())))

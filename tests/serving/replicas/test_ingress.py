@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,17 +31,20 @@ DEPLOYMENT = {
     "token": "t",
     "log": None,
 }
-# A server that is ready and then does what the request says; it ends with status 0 at SIGTERM, as a real one does.
+# A server that is ready and then does what the request says; it ends with status 0 at SIGTERM, as a real one does, and
+# gives another sign of life at SIGUSR1.
 PLAYED = f"""
 import json, os, signal, sys
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 pipe, request = int(sys.argv[1]), json.load(sys.stdin)
+signal.signal(signal.SIGUSR1, lambda *_: os.write(pipe, {SIGN_OF_LIFE!r}))
 os.write(pipe, json.dumps(request["outcome"]).encode() + b"\\n")
 os.write(pipe, {SIGN_OF_LIFE!r})
 os.write(pipe, bytes.fromhex(request["signs"]))
 if request["status"] is not None:
     os._exit(request["status"])
-signal.pause()
+while True:
+    signal.pause()
 """
 
 
@@ -102,7 +106,7 @@ def test_the_application_is_deleted_only_where_a_client_has_ended_the_server(
     calls: list[str] = []
 
     def delete(name: str, _blocking: bool) -> None:
-        calls.append(f"delete {name}")
+        calls.append(f"delete {name}{' and wait' * _blocking}")
         if fails:
             raise RuntimeError("the controller is gone")
 
@@ -116,6 +120,8 @@ def test_the_application_is_deleted_only_where_a_client_has_ended_the_server(
             await ingress._watch()
             assert calls == expected
             calls.clear()
+            if signs:
+                await ingress.check_health()  # Ray Serve is to start no other one
 
     check(test)
 
@@ -160,5 +166,64 @@ def test_a_server_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(FastgenError, match="gave no sign of life"):
             await ingress.check_health()
         assert await ingress._server.failure() == "the server's process was ended by SIGKILL"
+
+    check(test)
+
+
+def test_a_sign_of_life_ends_a_silence() -> None:
+    async def test() -> None:
+        server = played({"deployment": DEPLOYMENT})
+        await server.ready()
+        server._heard_s -= 1000.0
+        os.kill(server._process.pid, signal.SIGUSR1)
+        while server.silent_s > 500.0:
+            await asyncio.sleep(0.005)
+        await PlayedIngress(server).check_health()
+        await server.end()
+
+    check(test)
+
+
+@pytest.mark.parametrize("how", ["with its actor", "by itself"])
+def test_an_ingress_tells_its_server_what_to_serve_and_clients_where_it_is(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests: list[dict[str, Any]] = []
+    exits: list[int] = []
+
+    def start(request: dict[str, Any]) -> ServerProcess:
+        requests.append(request)
+        return played({"deployment": DEPLOYMENT})
+
+    context, runtime = SimpleNamespace(app_name="fastgen"), SimpleNamespace(gcs_address="10.0.0.1:6379")
+    monkeypatch.setattr(ingress_module, "ServerProcess", start)
+    monkeypatch.setattr(ingress_module.serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(ingress_module.ray, "get_runtime_context", lambda: runtime)
+    monkeypatch.setattr(ingress_module.os, "_exit", exits.append)
+
+    async def test() -> None:
+        ingress = PlayedIngress.__new__(PlayedIngress)
+        replicas = SimpleNamespace(deployment_name="Replicas")
+        beginning: Any = Ingress.__init__(ingress, replicas, {"model": "m"}, ["ab"])  # type: ignore[arg-type]
+        await beginning
+        assert requests == [
+            {
+                "given": {"model": "m"},
+                "key_digests": ["ab"],
+                "app": "fastgen",
+                "deployment": "Replicas",
+                "cluster": "10.0.0.1:6379",
+            }
+        ]
+        assert await ingress.deployment() == DEPLOYMENT
+        await ingress.check_health()
+        if how == "by itself":
+            os.kill(ingress._server._process.pid, signal.SIGTERM)
+        else:
+            ending: Any = Ingress.__del__(ingress)
+            await ending
+            assert ingress._server.ended.done()
+        await ingress._watching
+        assert exits == [1] * (how == "by itself")
 
     check(test)

@@ -46,6 +46,7 @@ def endings() -> Any:
 
 
 ALIVE: Any = SimpleNamespace(is_alive=True)
+GONE: Any = SimpleNamespace(is_alive=False, head="10.0.0.1:6379")
 
 
 def end(ingress: Any, endings: Any, timeout_s: float) -> None:
@@ -69,6 +70,14 @@ def test_an_end_is_waited_for_until_it_is_done_or_a_second_signal_comes(endings:
     endings.second.set()
     ingress = Ingress()
     end(ingress, endings, 60.0)
+    assert ingress.num_looks == 0
+
+
+def test_a_cluster_that_is_gone_is_named_and_has_nothing_to_end(endings: Any) -> None:
+    with pytest.raises(FastgenError, match=r"the cluster at 10\.0\.0\.1:6379 is gone, and its replicas with it"):
+        launch._application(GONE)
+    ingress: Any = Ingress()
+    launch._end(ingress, GONE, endings, 60.0)
     assert ingress.num_looks == 0
 
 
@@ -111,6 +120,17 @@ def test_replicas_that_do_not_end_are_killed(hangs: bool, monkeypatch: pytest.Mo
     launch._delete(ALIVE)
     assert deleted == [("fastgen", False)]
     assert killed == (actors[:2] if hangs else [])
+
+
+def test_replicas_that_take_a_moment_to_end_are_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = [SimpleNamespace(), SimpleNamespace(), None]
+    killed: list[str] = []
+    monkeypatch.setattr("ray.serve.delete", lambda name, _blocking: None)
+    monkeypatch.setattr(launch, "_application", lambda cluster: looks.pop(0))
+    monkeypatch.setattr(launch, "kill_actors", lambda: killed.append("all"))
+    monkeypatch.setattr(launch, "_START_POLL_S", 0.0)
+    launch._delete(ALIVE)
+    assert (looks, killed) == ([], [])
 
 
 def application_with(message: str, status: str) -> Any:

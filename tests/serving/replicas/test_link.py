@@ -161,3 +161,46 @@ def test_a_server_that_never_comes_and_a_replica_that_is_not_there_are_given_up(
             assert (server.num_lost, replica.num_lost) == (1, 1)
 
     run(test)
+
+
+def test_a_replica_that_has_reached_its_server_does_not_give_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        later: list[Callable[[], None]] = []
+        with zmq.Context() as context:
+            replica, server = an_end(context, from_server), an_end(context, from_engine)
+            with monkeypatch.context() as patch:
+                patch.setattr(asyncio.get_running_loop(), "call_later", lambda delay_s, call: later.append(call))
+                address = replica.link.listen("127.0.0.1")
+            server.link.connect(address)
+            server.link.send(encoder.encode(SUBMIT))
+            await until(lambda: replica.got)
+            replica.link.send(encoder.encode(REPORT))
+            (give_up,) = later
+            give_up()
+            server.link.send(encoder.encode(Cancel(7)))
+            await until(lambda: len(replica.got) == 2)
+            assert (server.num_lost, replica.num_lost) == (0, 0)
+            server.link.close()
+            replica.link.close()
+
+    run(test)
+
+
+def test_what_a_replica_sends_before_its_server_has_come_is_dropped_and_is_no_loss() -> None:
+    async def test() -> None:
+        with zmq.Context() as context:
+            replica, server = an_end(context, from_server), an_end(context, from_engine)
+            address = replica.link.listen("127.0.0.1")
+            replica.link.send(encoder.encode(Report([1, 2], [], [], [], None)))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            server.link.connect(address)
+            server.link.send(encoder.encode(SUBMIT))
+            await until(lambda: replica.got)
+            replica.link.send(encoder.encode(REPORT))
+            await until(lambda: server.got)
+            assert (server.got, replica.num_lost) == ([REPORT], 0)
+            server.link.close()
+            replica.link.close()
+
+    run(test)

@@ -7,11 +7,15 @@ import errno
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 import zmq
+from ray.exceptions import RayActorError
 
 from fastgen.errors import FastgenError
+from fastgen.serving.engine.messages import Reply, encoder
 from fastgen.serving.engine.remote_socket import RemoteAddress
 from fastgen.serving.refusals import UnavailableError
 from fastgen.serving.replicas import membership
@@ -128,6 +132,27 @@ def test_a_replica_that_ray_no_longer_lists_gets_no_more_requests_and_finishes_t
                 return not first.links
 
             await until(has_no_link)
+
+    run(test)
+
+
+@pytest.mark.parametrize("has_question", [False, True])
+def test_a_replica_that_ray_no_longer_lists_is_let_go_once_it_has_nothing_of_the_server(has_question: bool) -> None:
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b) as (replicas, handle, noted):
+            assert await replicas.ask("live", str, replica="a") == "live of a"
+            waiting = asyncio.create_task(replicas.ask("nothing", str, replica="a")) if has_question else None
+            await until(lambda: len(replicas._questions._open) == has_question)
+            handle.remove("a")
+            await until(lambda: list(replicas.replicas) == ["b"])
+            if waiting is not None:
+                assert ("ended", "a") not in noted.notes
+                (number,) = replicas._questions._open
+                a.send(Reply(number, msgspec.Raw(encoder.encode("late")), None))
+                assert await waiting == "late"
+            await until(lambda: ("ended", "a") in noted.notes)
+            assert (replicas.num_restarts, handle.killed) == (0, [])
 
     run(test)
 
@@ -303,6 +328,141 @@ def test_another_version_on_a_machine_is_named() -> None:
                 pass
 
     run(test)
+
+
+def test_a_replica_of_another_version_that_comes_later_is_named_too() -> None:
+    async def test() -> None:
+        async with played_set(PlayedReplica("a")) as (replicas, handle, _):
+            handle.add(PlayedReplica("b", version="0.0.1"))
+            assert "replica b on host of b runs fastgen 0.0.1, and the server" in await replicas.failed()
+
+    run(test)
+
+
+def test_a_silent_replica_gets_requests_only_where_there_is_no_other() -> None:
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b) as (replicas, handle, _):
+
+            def states() -> list[str]:
+                return [view.state for view in replicas.replica_views()]
+
+            assert states() == ["ready", "ready"]
+            await until_silent(replicas, "a")
+            assert states() == ["silent", "ready"]
+            for _ in range(4):
+                assert await where(submit(replicas), a, b) is b
+            handle.remove("b")
+            await until(lambda: list(replicas.replicas) == ["a"])
+            assert await where(submit(replicas), a, b) is a
+            a.beat()
+            await until(lambda: states() == ["ready"])
+
+    run(test)
+
+
+def test_a_pause_of_the_server_itself_is_no_silence_of_its_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    paused_s = 0.0
+    beats: list[float] = []
+    monkeypatch.setattr(membership, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + paused_s))
+
+    async def test() -> None:
+        nonlocal paused_s
+        async with played_set(PlayedReplica("a"), on_beat=lambda: beats.append(paused_s)) as (replicas, _, _noted):
+            replica = replicas.replicas["a"]
+            await until(lambda: replica.silent_s > 0.0)
+            paused_s = 1000.0
+            await until(lambda: beats.count(paused_s) >= 2)
+            assert replica.silent_s < 1.0
+            assert replicas.replicas == {"a": replica}
+            assert [view.state for view in replicas.replica_views()] == ["ready"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("error", [None, RayActorError()], ids=["hung", "died"])
+def test_a_replica_that_could_not_be_attached_at_first_is_not_killed_when_it_leaves(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "_ATTACH_S", 0.1)
+
+    class Late(PlayedReplica):
+        async def attach(self, server: str) -> AttachAnswer:
+            if error is None:
+                return await super().attach(server)
+            self.num_asked += 1
+            raise error
+
+    async def test() -> None:
+        a, b = PlayedReplica("a"), Late("b")
+        async with played_set(a) as (replicas, handle, _):
+            b.is_silent = True
+            handle.add(b)
+            await until(lambda: b.num_asked > 1)
+            if error is None:  # it goes on
+                b.is_silent = False
+                await until(lambda: "b" in replicas.replicas)
+            handle.remove("b")
+            members = replicas._members
+            assert members is not None
+            await until(lambda: members._ids == {"a"})
+            assert handle.killed == []
+
+    run(test)
+
+
+def test_a_replica_that_dies_while_it_finishes_its_requests_is_a_loss() -> None:
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b) as (replicas, handle, noted):
+            request = submit(replicas)
+            first = await where(request, a, b)
+            other = b if first is a else a
+            handle.remove(first.name)
+            await until(lambda: list(replicas.replicas) == [other.name])
+            for link in first.links.values():
+                link.close()
+            assert await where(request, other) is other
+            assert ("ended", first.name) in noted.notes
+            assert (replicas.num_restarts, handle.killed) == (1, [])
+
+    run(test)
+
+
+def test_what_an_engine_held_that_is_gone_is_forgotten_by_the_router() -> None:
+    prompt = tuple(range(64))
+
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b, router="prefix") as (replicas, _, _noted):
+
+            async def answered(*prompt_ids: int) -> PlayedReplica:
+                request = submit(replicas, *prompt_ids)
+                place = await where(request, a, b)
+                place.finish(request.number, 6)
+                assert await whole(request) == [6]
+                return place
+
+            some = await answered(*prompt[:32])
+            await until_silent(replicas, some.name)
+            most = await answered(*prompt)
+            some.beat()
+            await until(lambda: {view.state for view in replicas.replica_views()} == {"ready"})
+            assert (await answered(*prompt, 1), some is most) == (most, False)
+            most.restart()
+            replica = replicas.replicas[most.name]
+            await until(lambda: replica.num_restarts == 1 and replica.is_ready)
+            assert await answered(*prompt, 2) is some
+
+    run(test)
+
+
+async def until_silent(replicas: ReplicaSet, name: str) -> None:
+    """Waits until what a replica has sent was heard, and makes it one that was not heard for some seconds since."""
+    replica = replicas.replicas[name]
+    await until(lambda: replica.silent_s > 0.05)
+    replica.silent_s = membership.SILENT_S + 1.0
+    await until(lambda: "silent" in {view.state for view in replicas.replica_views() if view.id == name})
 
 
 @contextmanager

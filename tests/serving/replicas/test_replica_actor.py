@@ -12,7 +12,8 @@ import msgspec
 import pytest
 import zmq
 
-from fastgen.serving.engine.messages import Close, Open, Reply, Report, Status, ToEngine, encoder
+from fastgen.errors import FastgenError
+from fastgen.serving.engine.messages import Ask, Close, Open, Reply, Report, Status, ToEngine, encoder
 from fastgen.serving.engine.remote_socket import RemoteAddress
 from fastgen.serving.refusals import EngineDiedError, UnavailableError
 from fastgen.serving.replicas import membership, replica
@@ -32,6 +33,8 @@ class PlayedEngine:
     def __init__(self) -> None:
         self.state, self.facts, self.num_restarts = "ready", FACTS, 0
         self.is_stopped = False
+        # Why it cannot be restarted, once that is so.
+        self.failure: asyncio.Future[str] | None = None
         self.num_answered = 0
         self.got: list[ToEngine] = []
         # Open sockets, by the servers that they are for.
@@ -187,6 +190,67 @@ def test_the_requests_of_a_server_that_is_gone_end(engine: PlayedEngine) -> None
             server.link.close()
             await until(lambda: Close(SERVER) in engine.got)
             assert not engine.addresses
+
+    run(test)
+
+
+def test_a_server_that_asks_again_gets_a_link_in_place_of_the_one_that_it_had(engine: PlayedEngine) -> None:
+    async def test() -> None:
+        async with attached(engine) as (found, _):
+            answer = await found.attach("a", SERVER)
+            with zmq.Context() as context:
+                again = AttachedServer(msgspec.msgpack.decode(answer["attached"], type=Attached), context)
+                await again.until_engine(engine.addresses[SERVER])
+                again.link.close()
+            assert [type(each) for each in engine.got[:3]] == [Open, Close, Open], "requests of the first one end"
+
+    run(test)
+
+
+def test_servers_are_told_the_counters_of_the_engine_that_there_is(engine: PlayedEngine) -> None:
+    async def test() -> None:
+        async with attached(engine) as (found, server):
+
+            async def answer(value: object, error: str | None = None) -> None:
+                """Answers the replica's question, and waits until the server has been told something since."""
+                found.engine_beat()
+                found.engine_beat()  # a question that is open is not asked again
+                asked = [each for each in engine.got if isinstance(each, Ask)]
+                assert [each.what for each in asked] == ["metrics"]
+                engine.got.clear()
+                found.engine_sent(Reply(asked[0].number, msgspec.Raw(encoder.encode(value)), error), b"")
+                num_told = len(server.beats)
+                await until(lambda: len(server.beats) > num_told + 1)
+
+            def told() -> object:
+                return msgspec.msgpack.decode(server.beats[-1].metrics)
+
+            await until(lambda: server.beats)
+            assert told() is None
+            await answer("five requests")
+            assert told() == "five requests"
+            await answer("nothing", "out of memory")
+            assert told() == "five requests"
+            engine.report(num_open=2)
+            await until(lambda: server.beats[-1].status.num_open == 2)
+            engine.die()
+            await until(lambda: server.beats[-1].status == Status(0, 0, 0))
+            engine.restart()
+            await until(lambda: server.beats[-1].engine is not None)
+            assert told() is None, "the next engine counts from zero"
+
+    run(test)
+
+
+def test_ray_serve_replaces_a_replica_whose_engine_cannot_be_restarted(engine: PlayedEngine) -> None:
+    async def test() -> None:
+        async with attached(engine) as (found, _):
+            await found.check_health()
+            engine.failure = asyncio.get_running_loop().create_future()
+            await found.check_health()
+            engine.failure.set_result("the engine did not start 3 times in a row")
+            with pytest.raises(FastgenError, match="3 times in a row"):
+                await found.check_health()
 
     run(test)
 

@@ -110,6 +110,21 @@ def test_counters_that_come_after_their_engine_has_ended_are_not_taken_for_the_n
     run(test)
 
 
+def test_the_counters_of_each_replica_that_answers_are_taken_when_they_are_asked_for() -> None:
+    async def test() -> None:
+        replicas = [PlayedReplica(name) for name in "abc"]
+        async with played_set(*replicas) as (found, _, noted):
+            counting = asyncio.create_task(found.count())
+            await until(lambda: len(found._questions._open) == 3)
+            for number, (replica, _) in list(found._questions._open.items()):
+                error = "out of memory" if replica.id == "b" else None
+                found._take(Reply(number, msgspec.Raw(encoder.encode(counters(5))), error))
+            await counting
+            assert sums(noted) == (10, 2 * KV_BLOCKS)
+
+    run(test)
+
+
 def test_losses_and_restarts_of_engines_add_up_and_never_fall() -> None:
     async def test() -> None:
         a, b = PlayedReplica("a"), PlayedReplica("b")

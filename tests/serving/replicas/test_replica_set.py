@@ -8,16 +8,32 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from fastgen.errors import GenerationError
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.answers import Answers
-from fastgen.serving.refusals import EngineDiedError, UnavailableError
+from fastgen.serving.engine.messages import Refused, Reply, Report, Status, encoder
+from fastgen.serving.refusals import BadRequestError, EngineDiedError, UnavailableError
 from fastgen.serving.replicas import replica_set
+from fastgen.serving.replicas.replica_set import ReplicaSet
+from fastgen.serving.replicas.routing_table import RoutingTable
 from fastgen.serving.service import Running
 from tests.serving.fake_engine import FACTS
-from tests.serving.replicas.played import SAMPLING, PlayedReplica, played_set, run, submit, until, where, whole
+from tests.serving.replicas.played import (
+    GENERATION,
+    SAMPLING,
+    Noted,
+    PlayedHandle,
+    PlayedReplica,
+    played_set,
+    run,
+    submit,
+    until,
+    where,
+    whole,
+)
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -165,6 +181,31 @@ def test_a_request_that_ends_every_engine_is_given_up(monkeypatch: pytest.Monkey
     run(test)
 
 
+def test_the_pauses_between_tries_are_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def sleep_and_note(delay_s: float) -> None:
+        if delay_s >= 0.04:  # others here are shorter
+            pauses.append(delay_s)
+        await sleep(min(delay_s, 0.01))
+
+    monkeypatch.setattr(asyncio, "sleep", sleep_and_note)
+
+    async def test() -> None:
+        a = PlayedReplica("a")
+        async with played_set(a) as (replicas, _, _noted):
+            request = submit(replicas)
+            for _ in range(6):
+                number = request.number
+                await where(request, a)
+                a.restart()
+                await until(lambda number=number: request.number != number or not replicas.num_open)
+            assert pauses == [0.04, 0.08, 0.16, 0.32, 0.64]
+
+    run(test)
+
+
 def test_a_lost_request_waits_until_an_engine_is_ready_again() -> None:
     async def test() -> None:
         a = PlayedReplica("a")
@@ -219,6 +260,23 @@ def test_a_request_waits_as_long_as_replicas_take_to_load(monkeypatch: pytest.Mo
             with pytest.raises(UnavailableError, match="no replica was ready"):
                 await request.news()
             assert time.monotonic() - began_s > 0.3
+
+    run(test)
+
+
+def test_a_request_that_an_engine_refuses_ends_with_the_reason() -> None:
+    async def test() -> None:
+        a = PlayedReplica("a")
+        async with played_set(a) as (replicas, handle, noted):
+            request = submit(replicas)
+            await where(request, a)
+            a.send(Report([], [], [], [Refused(request.number, "the prompt is too long")], None))
+            with pytest.raises(BadRequestError, match="the prompt is too long"):
+                await request.news()
+            assert (replicas.num_open, noted.num_gone) == (0, 1)
+            await until(lambda: handle.num_requests == {"a": 0})
+            assert [view.outstanding_tokens for view in replicas.replica_views()] == [0]
+            assert replicas.num_restarts == 0, "not because the replica was lost"
 
     run(test)
 
@@ -300,6 +358,75 @@ def test_sessions_and_prefixes_stay_at_a_replica() -> None:
             own = await answered(9, session="s")
             for number in range(4):
                 assert await answered(number, session="s") is own
+
+    run(test)
+
+
+def test_the_load_of_replicas_is_told_for_each_and_for_all_together() -> None:
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(b, a) as (replicas, _, _noted):
+            assert replicas.status == Status(2, 4, 6)
+            views = replicas.replica_views()
+            assert [(each.id, each.host, each.num_running, each.num_waiting) for each in views] == [
+                ("a", "host of a", 1, 2),
+                ("b", "host of b", 1, 2),
+            ]
+            assert await where(submit(replicas, 1, 2, 3, sampling=replace(SAMPLING, n=5)), a, b) is a
+            tokens = [each.outstanding_tokens for each in replicas.replica_views()]
+            assert tokens == [3 + 5 * SAMPLING.max_new_tokens, 0]
+        assert replicas.state == "stopped"
+        assert RoutingTable.current is None
+        with pytest.raises(UnavailableError, match="the server is stopped"):
+            submit(replicas)
+
+    run(test)
+
+
+def test_clients_are_told_to_wait_as_long_as_an_engine_takes_to_load() -> None:
+    async def test() -> None:
+        with pytest.raises(UnavailableError, match="the server is starting") as unknown:
+            ReplicaSet(PlayedHandle(), Noted(), generation=GENERATION).check_ready()
+        assert unknown.value.retry_after_s == 1.0
+        a = PlayedReplica("a")
+        async with played_set(a) as (replicas, _, _noted):
+            a.beat(is_ready=False)
+            await until(lambda: replicas.state == "restarting")
+            with pytest.raises(UnavailableError, match="the server is restarting") as known:
+                replicas.check_ready()
+            assert known.value.retry_after_s == FACTS.load_s
+
+    run(test)
+
+
+def test_the_replicas_of_the_last_requests_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_set, "_MAX_PLACES", 2)
+
+    async def test() -> None:
+        a = PlayedReplica("a")
+        async with played_set(a) as (replicas, _, _noted):
+            numbers = []
+            for _ in range(3):
+                request = submit(replicas)
+                await where(request, a)
+                numbers.append(request.number)
+            assert [replicas.place_of(number) for number in numbers] == [None, *(("a", each) for each in numbers[1:])]
+
+    run(test)
+
+
+def test_an_answer_that_comes_twice_or_to_nobody_does_no_harm() -> None:
+    async def test() -> None:
+        a = PlayedReplica("a")
+        async with played_set(a) as (replicas, _, _noted):
+            waiting = asyncio.create_task(replicas.ask("nothing", str))
+            await until(lambda: replicas._questions._open)
+            (number,) = replicas._questions._open
+            for text in ("first", "second"):
+                replicas._take(Reply(number, msgspec.Raw(encoder.encode(text)), None))
+            assert await waiting == "first"
+            replicas._take(Reply(number, msgspec.Raw(encoder.encode("third")), None))
+            assert replicas.replicas["a"].num_requests == 0
 
     run(test)
 
