@@ -27,6 +27,7 @@ from fastgen.serving.clients.deployments import (
     Deployment,
     deployment_at,
     deployments,
+    deployments_directory,
     find_deployment,
     process_birth,
     registered,
@@ -198,6 +199,31 @@ def test_entries_of_dead_processes_are_removed(directory: Path, sleeper: subproc
         assert list(directory.iterdir()) == []
     with registered(stand_in("of another time", birth="1")):  # the same process id, but not the same process
         assert deployments() == []
+
+
+def test_servers_are_listed_the_oldest_first(directory: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    other = stand_in("other", pid=sleeper.pid, birth=process_birth(sleeper.pid))
+    with registered(stand_in("own")), registered(other):
+        for own_s, other_s, expected in ((100, 200, ["own", "other"]), (300, 200, ["other", "own"])):
+            os.utime(directory / f"{HERE}-{os.getpid()}.json", (own_s, own_s))
+            os.utime(directory / f"{HERE}-{sleeper.pid}.json", (other_s, other_s))
+            assert [one.name for one in deployments()] == expected
+
+
+def test_a_process_that_has_ended_is_gone_before_anybody_has_asked_how(sleeper: subprocess.Popen[bytes]) -> None:
+    assert process_birth(sleeper.pid) is not None
+    sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+    assert process_birth(sleeper.pid) is None
+
+
+def test_the_list_of_servers_is_in_the_users_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FASTGEN_DEPLOYMENTS")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert deployments_directory() == tmp_path / "state" / "fastgen" / "deployments"
+    monkeypatch.setenv("XDG_STATE_HOME", "")
+    assert deployments_directory() == tmp_path / "home" / ".local" / "state" / "fastgen" / "deployments"
 
 
 def test_a_process_of_a_system_without_proc_is_known_to_run_or_not(

@@ -102,6 +102,23 @@ def test_fields_of_a_newer_protocol_are_refused_at_any_depth() -> None:
         messages.refuse_unknown_fields(messages.GenerateRequest.FromString(inner))
 
 
+def test_a_conversation_arrives_as_it_was_sent() -> None:
+    messages_sent: list[dict[str, Any]] = [
+        {"role": "user", "content": "é"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "n": 1.5}], "name": None},
+    ]
+    request = messages.ChatRequest()
+    messages.set_conversation(request, messages_sent)
+    assert request.messages[0].more == ""
+    assert messages.conversation(messages.ChatRequest.FromString(request.SerializeToString())) == messages_sent
+
+
+def test_what_a_message_holds_beside_its_text_cannot_replace_it() -> None:
+    request = messages.ChatRequest()
+    request.messages.add(role="user", content="a", more='{"role": "system", "content": "b", "name": "c"}')
+    assert messages.conversation(request) == [{"role": "user", "content": "a", "name": "c"}]
+
+
 def some_output(**given: Any) -> GenerationOutput:
     fields: dict[str, Any] = {
         "request_id": 5,

@@ -10,6 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fastgen.errors import FastgenError, InvalidArgumentError
+from fastgen.serving.admission.request_limits import MAX_SESSION_LENGTH, SESSION_HEADER
 from fastgen.serving.api_keys import ApiKeys
 from fastgen.serving.clients.grpc import GrpcTransport
 from fastgen.serving.clients.requests import ClientRequest
@@ -121,6 +122,69 @@ def test_what_is_checked_at_once_is_limited() -> None:
                 await transport.close()
 
     asyncio.run(run())
+
+
+def test_as_many_requests_as_the_limit_are_checked_one_by_one() -> None:
+    service: Any = Refusing()
+    answers: list[Any] = [*[None] * 62, "too long", BadRequestError("no such token")]
+
+    async def refusal(prompt_ids: list[int], sampling: Any) -> str | None:
+        answer: str | RefusedError | None = answers.pop(0)
+        if isinstance(answer, RefusedError):
+            raise answer
+        return answer
+
+    service.refusal = refusal
+
+    async def run() -> None:
+        async with served(service) as address:
+            transport = GrpcTransport(address, None)
+            try:
+                found = await transport.check([ClientRequest({}, prompt="a")] * 64)
+                assert found == [None] * 62 + ["too long", "no such token"]
+            finally:
+                await transport.close()
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_cannot_even_be_sent_is_the_one_that_is_named() -> None:
+    async def run() -> list[str | None]:
+        transport = GrpcTransport("127.0.0.1:1", None)  # where no server is
+        try:
+            return await transport.check([ClientRequest({}, prompt=prompt) for prompt in ("a", "b", [5, 1 << 70], "c")])
+        finally:
+            await transport.close()
+
+    *before, why = asyncio.run(run())
+    assert before == [None, None]
+    assert str(why).startswith("the prompt cannot be sent by gRPC: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "session"),
+    [(None, None), ("", None), ("chat-7", "chat-7"), ("a" * (MAX_SESSION_LENGTH + 1), "a" * MAX_SESSION_LENGTH)],
+    ids=["none", "empty", "some", "long"],
+)
+def test_a_session_is_named_in_the_metadata(given: str | None, session: str | None) -> None:
+    service: Any = Refusing()
+    found: list[str | None] = []
+
+    async def submit(*arguments: Any, session: str | None, **more: Any) -> Any:
+        found.append(session)
+        raise BadRequestError("no")
+
+    service.submit = submit
+
+    async def run() -> None:
+        async with served(service) as address, grpc.aio.insecure_channel(address) as channel:
+            metadata = () if given is None else ((SESSION_HEADER, given),)
+            for method in ("Generate", "GenerateStream"):
+                call = channel.unary_stream(f"/fastgen.v1.Generation/{method}")(b"\x0a\x01a", metadata=metadata)
+                assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+    asyncio.run(run())
+    assert found == [session, session]
 
 
 def test_who_has_no_key_is_counted() -> None:

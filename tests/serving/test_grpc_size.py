@@ -55,13 +55,22 @@ def test_large_requests_are_not_refused_for_their_bytes() -> None:
         (messages.GenerateRequest, length_prefixed(3, b"\x6a\x01a" * (MAX_FIELDS + 1))),
         (messages.GenerateRequest, b"\xf8\x06\x01" * (MAX_FIELDS + 1)),
         (messages.GenerateRequest, b"\xfb\x06\xfc\x06" * (MAX_FIELDS // 2 + 1)),
+        (messages.GenerateRequest, b"\xf8\x06" + b"\xff" * 9 + b"\x01" + b"\xf8\x06\x01" * MAX_FIELDS),
+        (messages.GenerateRequest, (b"\xf9\x06" + b"\xff" * 8 + b"\xfd\x06" + b"\xff" * 4) * (MAX_FIELDS // 2 + 1)),
     ],
-    ids=["messages", "messages of a request to check", "stop strings", "unknown numbers", "unknown groups"],
+    ids=[
+        *("messages", "messages of a request to check", "stop strings", "unknown numbers", "unknown groups"),
+        *("behind a negative number", "unknown numbers of eight and four bytes"),
+    ],
 )
 def test_too_many_fields_are_refused_unread(kind: Any, encoded: bytes) -> None:
     kind.FromString(encoded)
     with pytest.raises(TooLargeError, match=f"more than {MAX_FIELDS} fields"):
         check_num_fields(encoded, kind.DESCRIPTOR)
+
+
+def test_as_many_fields_as_there_may_be_are_read() -> None:
+    check_num_fields(b"\x0a\x00" * MAX_FIELDS, messages.ChatRequest.DESCRIPTOR)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -80,6 +89,7 @@ def test_a_server_refuses_them_and_counts_that() -> None:
     service.error = BadRequestError("it was read")
     ids, biases = [1] * (MAX_TOKEN_IDS + 1), dict.fromkeys(range(MAX_BIASES + 1), 1.0)
     message = {"role": "", "content": ""}
+    as_many = {"logit_bias": dict(list(biases.items())[:-1])}
 
     async def run() -> None:
         async with served(service) as address:
@@ -90,6 +100,7 @@ def test_a_server_refuses_them_and_counts_that() -> None:
                     (ClientRequest({}, prompt=ids), f"token_ids: .* at most {MAX_TOKEN_IDS} ids"),
                     (ClientRequest({"logit_bias": biases}, prompt="a"), f"logit_bias: .* at most {MAX_BIASES} biases"),
                     (ClientRequest({}, prompt=ids[1:]), "it was read"),
+                    (ClientRequest(as_many, prompt="a"), "it was read"),
                 ):
                     with pytest.raises(InvalidArgumentError, match=why):
                         await transport.generate(request)

@@ -19,6 +19,7 @@ from fastgen.cli import app
 from fastgen.runtime.flight.recording_file import parse_recording
 from fastgen.runtime.flight.replay import first_difference
 from fastgen.serving.clients.deployments import Deployment
+from fastgen.serving.clients.http import HttpTransport
 from fastgen.serving.engine import recent_requests
 from fastgen.serving.engine.engine import ReplicaView
 from fastgen.serving.engine.messages import RecordingReply
@@ -88,7 +89,6 @@ def test_requests_that_overtake_one_whose_format_is_compiled_are_answered_and_ex
         assert facts["new_tokens"] == num_tokens
 
 
-@pytest.mark.slow  # test_open_paths asks every path without a key
 class Replicated:
     """A service whose prompts of request "a" went to replica 1, which is gone, and to 2; the only one of "b" to 1; those
     of "c" to 2 and 3.
@@ -166,6 +166,35 @@ def test_the_recording_is_that_of_the_replica_that_is_named(
 def test_a_recording_that_is_not_here_is_refused(query: dict[str, str], status: int, why: str) -> None:
     found = recording(query)
     assert (found.status_code, why in found.text) == (status, True)
+
+
+def test_a_client_fetches_the_recording_of_each_replica_that_answered() -> None:
+    class Whole(Replicated):
+        recent = RecentRequests()
+
+        def replica_views(self) -> list[ReplicaView]:
+            return [ReplicaView(name, "here", "ready", 0, 0, 0, 0) for name in ("1", "2")]
+
+        async def recording(self, replica: str | None) -> RecordingReply:
+            return RecordingReply(f"of {replica}".encode(), {10: 4, 11: 5, 20: 7})
+
+    service: Any = Whole()
+    app = FastAPI()
+    app.include_router(recording_routes(service))
+
+    async def fetch(request: str) -> list[tuple[bytes, list[str]]]:
+        transport = HttpTransport("http://here", None)
+        await transport.close()
+        transport._http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://here")
+        try:
+            return await transport.recordings(request)
+        finally:
+            await transport.close()
+
+    async def both() -> tuple[list[tuple[bytes, list[str]]], ...]:
+        return await fetch("a"), await fetch("b")
+
+    assert asyncio.run(both()) == ([(b"of 1", ["4"]), (b"of 2", ["7"])], [(b"of 1", ["5"])])
 
 
 @pytest.mark.slow  # test_open_paths asks every path for its key

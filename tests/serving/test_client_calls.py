@@ -1,0 +1,172 @@
+"""Calls of several requests: which are sent again, when they are given up, and how they end together."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from fastgen.errors import InvalidArgumentError
+from fastgen.serving.clients import async_client
+from fastgen.serving.clients.async_client import AsyncClient
+from fastgen.serving.clients.client import Client
+from fastgen.serving.clients.connect import is_address
+from fastgen.serving.clients.requests import ClientRequest
+from fastgen.serving.refusals import OverloadedError
+
+WAIT_S = 30.0
+ENDLESS = 1 << 30
+
+
+class PlayedTransport:
+    """A server that refuses each prompt as often as the test says, and answers it then with itself."""
+
+    def __init__(self, **refusals: int):
+        self._refusals = refusals
+        self.asked = Counter[str]()
+
+    async def check(self, requests: Sequence[ClientRequest]) -> list[str | None]:
+        return [None] * len(requests)
+
+    async def generate(self, request: ClientRequest) -> str:
+        prompt = str(request.prompt)
+        self.asked[prompt] += 1
+        if self.asked[prompt] <= self._refusals.get(prompt, 0):
+            raise OverloadedError("too much to do", retry_after_s=2.5)
+        return prompt
+
+    async def close(self) -> None:
+        pass
+
+
+def asked(transport: Any, *prompts: str) -> Any:
+    """Sends the prompts in one call, and returns its answers."""
+    return asyncio.run(AsyncClient(transport).generate(list(prompts) if len(prompts) > 1 else prompts[0]))
+
+
+@pytest.fixture
+def delays(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds for which calls wait, which pass at once."""
+    found: list[float] = []
+    sleep = asyncio.sleep
+
+    async def sleep_and_note(delay_s: float) -> None:
+        found.append(delay_s)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep_and_note)
+    return found
+
+
+def test_a_request_that_is_refused_is_sent_again_after_the_time_that_the_server_names(delays: list[float]) -> None:
+    transport = PlayedTransport(a=3)
+    assert asked(transport, "a", "b") == ["a", "b"]
+    assert (transport.asked, delays) == ({"a": 4, "b": 1}, [2.5, 2.5, 2.5])
+
+
+def test_one_request_alone_is_for_its_caller_to_send_again(delays: list[float]) -> None:
+    transport = PlayedTransport(a=1)
+    with pytest.raises(OverloadedError, match="too much to do"):
+        asked(transport, "a")
+    assert (transport.asked, delays) == ({"a": 1}, [])
+
+
+def test_a_call_is_given_up_only_while_none_of_its_requests_is_answered(
+    delays: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_client, "_MAX_REFUSALS", 3)
+    # In each turn all that are left are sent once, in their order; so one is answered in each second turn.
+    transport = PlayedTransport(a=6, b=1, c=3, d=5)
+    assert asked(transport, "a", "b", "c", "d") == ["a", "b", "c", "d"]
+    transport = PlayedTransport(a=ENDLESS, b=1)
+    with pytest.raises(OverloadedError):
+        asked(transport, "a", "b")
+    assert transport.asked == {"a": 2 + 3, "b": 2}
+
+
+def test_a_call_that_fails_ends_all_of_its_requests() -> None:
+    cancelled: list[str] = []
+
+    class Failing(PlayedTransport):
+        async def generate(self, request: ClientRequest) -> str:
+            if request.prompt == "b":
+                await asyncio.sleep(0)
+                raise InvalidArgumentError("it is too long")
+            try:
+                return str(await asyncio.Event().wait())
+            except asyncio.CancelledError:
+                cancelled.append(str(request.prompt))
+                raise
+
+    async def run() -> None:
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(InvalidArgumentError, match=r"^prompt 1: it is too long$"):
+                await AsyncClient(Failing()).generate(["a", "b", "c"])  # type: ignore[arg-type]
+        assert cancelled == ["a", "c"]
+
+    asyncio.run(run())
+
+
+def test_ctrl_c_cancels_the_requests_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, cancelled = threading.Event(), threading.Event()
+
+    class Endless(PlayedTransport):
+        async def generate(self, request: ClientRequest) -> str:
+            begun.set()
+            try:
+                return str(await asyncio.Event().wait())
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+
+    submit = asyncio.run_coroutine_threadsafe
+
+    def interrupted(work: Any, loop: asyncio.AbstractEventLoop) -> Future[Any]:
+        """Takes the place of a wait that Ctrl-C ends."""
+        future = submit(work, loop)
+
+        def result(timeout: float | None = None) -> Any:
+            assert begun.wait(WAIT_S)
+            raise KeyboardInterrupt
+
+        future.result = result  # type: ignore[method-assign]
+        return future
+
+    with Client(lambda: AsyncClient(Endless())) as client:  # type: ignore[arg-type]
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                client.generate("a")
+        assert cancelled.wait(WAIT_S)
+
+
+def test_a_client_that_cannot_be_made_leaves_no_thread() -> None:
+    def make() -> AsyncClient:
+        raise InvalidArgumentError("no such server")
+
+    before = set(threading.enumerate())
+    with pytest.raises(InvalidArgumentError, match="no such server"):
+        Client(make)
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("127.0.0.1:8000", True),
+        ("http://here", True),
+        ("grpcs://here:1", True),
+        ("tiny-llama", False),
+        ("8000", False),
+        (":8000", False),
+        ("model:latest", False),
+        ("/models/a:1/b", False),
+    ],
+)
+def test_an_address_is_told_from_a_name(name: str, expected: bool) -> None:
+    assert is_address(name) is expected
