@@ -274,3 +274,73 @@ def test_a_request_waits_as_long_as_at_the_replica_that_it_goes_to() -> None:
     assert 1.2 <= refusal.predicted_ttft_s < 1.25  # twelve steps, of which four have a decode more
     first.ended()
     door.admission.admit(2048, ANSWER)
+
+
+def test_all_open_requests_may_hold_as_much_together_as_the_page_says() -> None:
+    """16,384 answers beyond the first of each, and 8,388,608 log-probabilities."""
+    door = Door()
+    for _ in range(64):
+        door.admission.admit(1, replace(ANSWER, n=257)).started()
+    assert door.refusal(1, replace(ANSWER, n=2)).retry_after_s == 1.0
+    large = SamplingParams(max_new_tokens=1 << 20, logprobs=3)
+    for _ in range(2):
+        door.admission.admit(1, large).started()
+    assert door.refusal(1, replace(ANSWER, logprobs=0)).retry_after_s == 1.0
+    door.admission.admit(1, ANSWER)
+    assert door.reasons == ["answers", "logprobs"]
+
+
+def test_a_client_of_a_full_queue_is_told_when_the_next_place_becomes_free() -> None:
+    door = Door(max_queued_requests=2)
+    door.admission.observe(engine({1: 0.01, 512: 1.0}))
+    first = door.admission.admit(4 * 512, ANSWER)
+    door.admission.admit(4 * 512, ANSWER)
+    told = door.refusal(10)
+    assert told.predicted_ttft_s == pytest.approx(8.0, abs=1.0)
+    assert 2 * told.retry_after_s == told.predicted_ttft_s
+    first.ended()
+    door.admission.admit(10, ANSWER)
+    door.now_s = 0.05
+    assert door.refusal(10).predicted_ttft_s == told.predicted_ttft_s, "one prediction serves many refusals"
+    door.now_s = 0.15
+    assert door.refusal(10).predicted_ttft_s == pytest.approx(4.0, abs=1.0)
+
+
+def test_a_client_of_a_full_queue_waits_a_second_at_least() -> None:
+    door = Door(max_queued_requests=1)
+    door.admission.observe(engine({1: 0.001, 512: 0.01}))
+    door.admission.admit(10, ANSWER)
+    told = door.refusal(10)
+    assert told.predicted_ttft_s is not None
+    assert told.predicted_ttft_s < 0.1
+    assert told.retry_after_s == 1.0
+
+
+def test_a_prompt_waits_until_the_cache_has_room_for_it() -> None:
+    door = Door()
+    door.admission.begin(msgspec.structs.replace(FACTS, num_blocks=64))
+    door.admission.observe(engine({1: 0.01, 512: 0.1}))
+    door.admission.admit(512, SamplingParams(max_new_tokens=100))
+    fits, waits = (door.admission.predict(num_tokens) for num_tokens in (512, 513))
+    assert fits is not None
+    assert fits.ttft_s < 0.3, "64 blocks of 16 tokens hold both prompts"
+    assert waits is not None
+    assert waits.ttft_s > 1.0, "the 100 tokens of the other answer come first"
+
+
+def test_a_few_lookups_say_less_of_the_prefix_cache_than_many() -> None:
+    door = Door()
+    door.admission.observe(engine({1: 0.01, 512: 0.1}, looked_up=5_000, hits=5_000))
+    found = door.admission.predict(10 * 512)
+    assert found is not None
+    assert found.ttft_s == pytest.approx(0.5, rel=0.03)
+
+
+def test_nothing_is_predicted_after_a_minute_without_a_step() -> None:
+    door = Door()
+    metrics = engine({1: 0.01, 512: 0.1})
+    door.admission.observe(metrics)
+    for now_s, is_known in ((60.0, True), (60.5, False)):
+        door.now_s = now_s
+        door.admission.observe(metrics)
+        assert (door.admission.predict(512) is not None) == is_known

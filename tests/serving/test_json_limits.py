@@ -67,8 +67,17 @@ def test_texts_and_token_ids_may_be_as_long_as_a_body(text: bytes) -> None:
     assert beyond(text) is None
 
 
+def test_a_body_may_hold_as_much_as_the_page_says() -> None:
+    for value, most, too_much in (
+        (b"1,", 1_179_648, "1179649 values, and may have 1179648"),
+        (b'"",', 163_839, "163841 lists, objects, texts, names and fractions, and may have 163840"),
+    ):
+        assert beyond(b"[" + value * most + b"1]") is None
+        assert too_much in (beyond(b"[" + value * (most + 1) + b"1]") or "")
+
+
 def test_a_short_body_is_not_measured() -> None:
-    text = b"[" * FREE_BYTES
+    text = b"[" * (256 << 10)
     assert beyond(text) is None
     assert beyond(text + b"[") is not None
 

@@ -13,6 +13,7 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.simulated import Arrival, SimulatedServer
 from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.serving.admission.prediction import EngineSize, Load, Pending, Prediction
+from tests.serving.test_admission import engine
 
 COST = StepCost.linear(step_s=0.008, token_s=4e-5, context_s=2e-7, pair_s=1e-9, noise=0.05)
 BLOCK_SIZE = 16
@@ -145,3 +146,49 @@ def test_a_request_of_several_answers_begins_with_the_first_free_slot() -> None:
     assert of_several.predicted_s == pytest.approx(of_several.actual_s, abs=0.03)
     assert of_next.actual_s > 2.0, "all slots are taken"
     assert of_next.predicted_s == pytest.approx(of_next.actual_s, rel=0.1)
+
+
+def steady(max_num_seqs: int) -> Load:
+    """Returns the load of an engine whose steps take 10 ms each, with 64 tokens at most."""
+    load = Load(EngineSize(64, max_num_seqs, 100_000))
+    load.observe(engine({1: 0.01, 64: 0.01}), 0.0)
+    return load
+
+
+def ttft_s(load: Load, num_prompt_tokens: int, now_s: float) -> float:
+    found = load.predict(num_prompt_tokens, 1, 0, now_s)
+    assert found is not None
+    return found.ttft_s
+
+
+def test_answers_are_expected_to_be_as_long_as_those_that_ended_by_themselves() -> None:
+    load = steady(max_num_seqs=1)
+    for num_generated, is_whole in ((50, True), (1, False)) * 50:
+        pending = load.submitted(1, 100, 1, 0, 0.0)
+        load.started(pending, 0.0)
+        load.ended(pending, num_generated, is_whole=is_whole, now_s=0.0)
+    load.started(load.submitted(1, 1000, 1, 0, 0.0), 0.0)
+    num_tokens = 1000 * (0.5 + 0.5 * 0.98**50)  # each of the 50 moves the expected share by 2 % to its own
+    assert ttft_s(load, 1, 0.0) == pytest.approx(0.01 * num_tokens, rel=0.01)
+    assert ttft_s(load, 1, 1.0) == pytest.approx(0.01 * num_tokens - 1.0, rel=0.01)
+
+
+def test_the_first_prompt_is_computed_from_the_moment_when_it_became_the_first() -> None:
+    load = steady(max_num_seqs=2)
+    first = load.submitted(640, 10, 1, 0, 100.0)  # ten steps
+    assert [ttft_s(load, 64, now_s) for now_s in (100.0, 100.05, 200.0)] == pytest.approx([0.12, 0.07, 0.02])
+    second = load.submitted(640, 10, 1, 0, 100.05)
+    load.started(first, 100.1)
+    assert ttft_s(load, 64, 100.12) == pytest.approx(0.11, abs=0.02)
+    load.ended(load.submitted(64, 10, 1, 0, 100.13), 0, is_whole=False, now_s=100.14)  # it never was the first
+    assert ttft_s(load, 64, 100.15) == pytest.approx(0.08, abs=0.02)
+    load.ended(second, 0, is_whole=False, now_s=100.15)
+    assert ttft_s(load, 64, 100.15) == pytest.approx(0.02, abs=0.01)
+
+
+def test_a_prompt_without_a_slot_is_not_computed_yet() -> None:
+    load = steady(max_num_seqs=1)
+    load.started(load.submitted(1, 1000, 1, 0, 0.0), 0.0)
+    load.submitted(640, 10, 1, 0, 0.0)
+    # What is left of the answer, ten steps of the prompt, its own answer, and the step of the new one.
+    assert ttft_s(load, 1, 1.0) == pytest.approx(8.99 + 0.1 + 0.1 + 0.01, abs=0.03)

@@ -21,14 +21,11 @@ from fastgen import SamplingParams
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.admission.request_limits import (
     MANY_LOGPROBS,
-    MAX_BEAMS,
     MAX_CALL_ANSWERS,
     MAX_LOGPROBS,
     MAX_N,
     MAX_REQUEST_LOGPROBS,
-    MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
     check_limits,
     check_num_logprobs,
     num_logprobs,
@@ -41,15 +38,15 @@ from fastgen.serving.refusals import BadRequestError
 
 
 def fields(more: int) -> list[dict[str, Any]]:
-    """Returns each field at its limit, and ``more``."""
+    """Returns each field at its limit, as docs/serving.md states it, and ``more``."""
     return [
-        {"n": MAX_N + more},
-        {"beam_width": MAX_BEAMS + more},
-        {"stop": [f"{number}" for number in range(MAX_STOP_STRINGS + more)]},
-        {"stop": ["a", "b" * (MAX_STOP_CHARACTERS + more)]},
-        {"stop_token_ids": [5] * (MAX_STOP_TOKEN_IDS + more)},
-        {"logprobs": MAX_LOGPROBS + more},
-        {"prompt_logprobs": MAX_LOGPROBS + more},
+        {"n": 128 + more},
+        {"beam_width": 256 + more},
+        {"stop": [f"{number}" for number in range(64 + more)]},
+        {"stop": ["a", "b" * (1000 + more)]},
+        {"stop_token_ids": [5] * (1024 + more)},
+        {"logprobs": 128 + more},
+        {"prompt_logprobs": 128 + more},
     ]
 
 
