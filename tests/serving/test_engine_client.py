@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,9 @@ from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.models.checkpoint.hub import locate
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.requests.request import Request
+from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.scheduling.policies import DynamicBatching
 from fastgen.runtime.simulated import SimulatedServer
 from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.runtime.text.codec import TextCodec
@@ -27,6 +30,7 @@ from fastgen.serving.engine import process as engine_process
 from fastgen.serving.engine.client import EngineClient
 from fastgen.serving.engine.messages import (
     Ask,
+    EngineFacts,
     Reply,
     Report,
     Submit,
@@ -36,8 +40,10 @@ from fastgen.serving.engine.messages import (
     to_server,
     unpack_sampling,
 )
+from fastgen.serving.isolated.processes import HelperEndedError, HelperProcesses
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
+from tests.serving.fake_engine import FACTS
 
 
 def test_answers_are_those_of_the_library() -> None:
@@ -46,6 +52,8 @@ def test_answers_are_those_of_the_library() -> None:
         SamplingParams(max_new_tokens=12, temperature=0.8, seed=5, n=2, logprobs=1, prompt_logprobs=0),
         SamplingParams(max_new_tokens=40, stop=("a",), min_new_tokens=4),
         SamplingParams(max_new_tokens=6, beam_width=3, n=2),
+        SamplingParams(max_new_tokens=6, logprobs=2),
+        SamplingParams(max_new_tokens=6, prompt_logprobs=1),
         SamplingParams(max_new_tokens=40, response_format={"type": "regex", "pattern": "[a-z]{3} [a-z]{3}"}),
     ]
     prompt = "Once upon a time"
@@ -89,6 +97,80 @@ def test_it_is_ready_once_texts_can_be_read(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(TextCodec, "from_checkpoint", read)
     asyncio.run(service.start())
     assert [*seen, service.state] == ["starting", "ready"]
+
+
+@pytest.mark.parametrize(("is_here", "asked"), [(True, []), (False, [("of/another", "v2", False)])])
+def test_texts_are_read_where_the_engine_has_its_files_or_where_the_models_name_leads(
+    monkeypatch: pytest.MonkeyPatch, is_here: bool, asked: list[tuple[object, ...]]
+) -> None:
+    service, found = Service({"model": "of/another", "revision": "v2"}), list[object]()
+    directory = locate("tiny-llama")
+
+    async def start() -> EngineFacts:
+        return msgspec.structs.replace(FACTS, directory=str(directory) if is_here else "/nowhere")
+
+    def find(model: str, *, revision: str | None = None, with_weights: bool = True) -> Path:
+        found.append((model, revision, with_weights))
+        return directory
+
+    def read(where: Path, config: object, *, tokenizer_class: str) -> TextCodec:
+        assert where == directory
+        return TextCodec(None, eos_token_ids=frozenset(), default_sampling=SamplingParams())
+
+    monkeypatch.setattr(service.engine, "start", start)
+    monkeypatch.setattr("fastgen.serving.service.hub.locate", find)
+    monkeypatch.setattr(TextCodec, "from_checkpoint", read)
+    asyncio.run(service.start())
+    assert found == asked
+
+
+def test_what_may_take_too_long_is_done_by_processes_that_end_with_the_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service, begun, ended = Service({"model": "of another place"}), list[str](), list[str]()
+
+    async def start() -> EngineFacts:
+        return msgspec.structs.replace(FACTS, directory=str(locate("tiny-llama")), vocab_size=1536, max_model_len=512)
+
+    def ask(processes: HelperProcesses, request: bytes) -> bytes:
+        raise HelperEndedError(-signal.SIGPROF)
+
+    monkeypatch.setattr(service.engine, "start", start)
+    monkeypatch.setattr("fastgen.serving.service.has_unknown_patterns", lambda tokenizer: True)
+    monkeypatch.setattr(HelperProcesses, "ask", ask)
+    monkeypatch.setattr(HelperProcesses, "start", lambda processes: begun.append(processes._command[-1]))
+    monkeypatch.setattr(HelperProcesses, "close", lambda processes: ended.append(processes._command[-1]))
+
+    async def run() -> str | None:
+        await service.start()
+        assert (service.codec.max_tokens, service.codec.waits_to_encode) == (512, True)
+        with pytest.raises(InvalidArgumentError, match="cannot encode this text: it took more than 2 s"):
+            service.codec.encode("Once")
+        with pytest.raises(InvalidArgumentError, match="refuses this conversation: it took more than 2 s"):
+            service.codec.encode_chat([{"role": "user", "content": "Hello"}])
+        refusal = await service.refusal([5], SamplingParams(response_format=ResponseFormat("regex", "a")))
+        await service.stop()
+        return refusal
+
+    refusal = asyncio.run(run())
+    assert refusal == "response_format (regex) is refused: it takes more than 0.5 s of processor time to compile"
+    modules = [f"fastgen.serving.isolated.{name}.process" for name in ("templates", "encoding", "grammars")]
+    assert (begun, ended) == (modules[:2], modules)
+    assert service.state == "draining"
+
+
+@pytest.mark.parametrize("policy", [None, DynamicBatching(batch_size=3)])
+def test_a_policy_that_is_no_json_is_left_as_it_is(policy: object) -> None:
+    arguments = {"model": "m", "policy": policy}
+    assert engine_process._with_policy(arguments) is arguments
+
+
+def test_a_policy_is_made_of_its_json() -> None:
+    policy = {"name": "dynamic", "batch_size": 3, "max_delay_s": 2}
+    found = engine_process._with_policy({"model": "m", "policy": policy})
+    assert found["model"] == "m"
+    assert isinstance(found["policy"], DynamicBatching)
+    assert (found["policy"].batch_size, found["policy"].max_delay_s) == (3, 2)
 
 
 def _answer(output: fastgen.GenerationOutput) -> tuple[object, ...]:

@@ -119,6 +119,14 @@ def test_what_cannot_be_served_is_refused_by_the_engine_and_nothing_is_left_of_i
     assert live.service.engine.num_open == 0
 
 
+def test_a_signal_to_all_processes_of_a_terminal_or_a_service_does_not_end_the_engine(live: Live) -> None:
+    """Its server gets the signal too, and decides when the engine ends."""
+    pid = live.kill(signal.SIGINT)
+    live.kill(signal.SIGTERM)
+    assert live.run(live.submit(SamplingParams(max_new_tokens=3)).output()).finish_reason == "length"
+    assert live.service.engine.pid == pid
+
+
 @pytest.mark.slow  # test_storm kills one under load
 def test_kill_fails_what_is_in_the_engine_and_another_gives_the_same_answers(live: Live) -> None:
     asked = SamplingParams(max_new_tokens=20, temperature=0.9, seed=3)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from fastgen.runtime.requests.outputs import RequestMetrics
+import asyncio
+
+import pytest
+
+from fastgen.errors import GenerationError
+from fastgen.runtime.requests.outputs import FinishReason, RequestMetrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.engine.messages import End, Progress, Report
 from fastgen.serving.engine.open_requests import OpenRequests
@@ -38,3 +43,50 @@ def test_a_request_that_ends_without_a_token_has_not_started() -> None:
     assert not request.has_started
     assert noted.notes == []
     assert noted.num_gone == 1
+
+
+class NotesEnds(Noted):
+    """Notes ends of completions too."""
+
+    def completion_ended(self, request: EngineRequest, progress: Progress) -> None:
+        self.notes.append(("ended", str(progress.index)))
+
+
+def test_a_request_has_gone_once_when_all_its_answers_have_ended_or_it_was_dropped() -> None:
+    noted, num_answered = NotesEnds(), 0
+
+    def answered() -> None:
+        nonlocal num_answered
+        num_answered += 1
+
+    requests = OpenRequests(noted, answered)
+    two, other = EngineRequest(7, 3, SamplingParams(n=2), 0.0), EngineRequest(8, 3, SamplingParams(), 0.0)
+    for request in (two, other):
+        requests.add(request)
+    reasons: tuple[FinishReason, ...] = ("length", "timeout")
+    for index, reason in enumerate(reasons):
+        assert noted.num_gone == 0
+        end = End(reason, None, None, RequestMetrics(queue_s=0.0, ttft_s=0.1), 0.0)
+        requests.take(reported(Progress(7, index, [5], None, end)))
+    assert noted.notes == [("started", "7"), ("ended", "0"), ("ended", "1")]
+    assert (noted.num_gone, num_answered) == (1, 1)
+    assert two in requests, "until its news were taken"
+    assert [requests.drop(two), requests.drop(two), two in requests, noted.num_gone] == [True, False, False, 1]
+    assert [requests.drop(other), noted.num_gone] == [True, 2]
+
+
+def test_news_are_given_as_soon_as_there_are_any_and_then_the_failure() -> None:
+    async def run() -> None:
+        request = EngineRequest(7, 3, SamplingParams(), 0.0)
+        waiting = asyncio.create_task(request.news())
+        await asyncio.sleep(0)
+        request.add_token(5)
+        request.add_token(6)
+        assert [each.token_ids for each in await waiting] == [[5, 6]]
+        waiting = asyncio.create_task(request.news())
+        await asyncio.sleep(0)
+        request.fail(GenerationError("it failed"))
+        with pytest.raises(GenerationError, match="it failed"):
+            await waiting
+
+    asyncio.run(asyncio.wait_for(run(), 10.0))
