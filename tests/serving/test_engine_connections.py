@@ -6,14 +6,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
+from fastgen.errors import RankError
 from fastgen.runtime.engine import Engine
+from fastgen.runtime.requests.response_format import ResponseFormat
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.simulated import SimulatedServer
 from fastgen.runtime.step_cost.cost import StepCost
+from fastgen.serving.engine.connections import Connections
+from fastgen.serving.engine.formats import FormatThread
 from fastgen.serving.engine.messages import (
     Ask,
     Cancel,
@@ -27,10 +34,12 @@ from fastgen.serving.engine.messages import (
     ToEngine,
     encoder,
     has_come,
+    pack_sampling,
     to_server,
 )
 from fastgen.serving.engine.process import EngineLoop
 from fastgen.serving.engine.remote_socket import RemoteAddress, connect, remote_socket
+from tests.serving.test_format_thread import _Grammars
 
 MAX_ITERATIONS = 20_000
 END = 1000
@@ -96,6 +105,12 @@ class Process:
 
         self.loop._is_orphan = is_over
         self.loop.run()
+
+    def next_status(self) -> Status:
+        """Returns the next status that an engine without work reports."""
+        self.parent.got.clear()
+        self.run(lambda: self.parent.got)
+        return self.status
 
     @property
     def status(self) -> Status:
@@ -227,3 +242,141 @@ def test_a_socket_that_cannot_be_opened_is_told(process: Process) -> None:
     assert "Cannot assign requested address" in str(reply.error)
     process.parent.send(submit(1))
     process.run(lambda: process.parent.ended == {1})
+
+
+def test_requests_that_come_together_begin_together(process: Process) -> None:
+    process.parent.send(submit(1))
+    process.run(lambda: process.parent.ended == {1})
+    num_steps = process.next_status().num_steps
+    assert num_steps > 0
+    process.parent.send(submit(2), submit(3))
+    process.run(lambda: process.parent.ended == {2, 3})
+    assert process.next_status().num_steps == 2 * num_steps
+
+
+@pytest.mark.parametrize(("pace_s", "num_reports"), [(0.0, 20), (1e9, 2)])
+def test_only_the_later_tokens_of_a_stream_wait_for_each_other(
+    process: Process, monkeypatch: pytest.MonkeyPatch, pace_s: float, num_reports: int
+) -> None:
+    monkeypatch.setattr("fastgen.serving.engine.process.PACE_S", pace_s)
+    process.parent.send(submit(1, 20))
+    process.run(lambda: process.parent.ended)
+    reports = [report for report in process.parent.reports if report.tokens or report.progress]
+    assert len(reports) == num_reports
+    assert reports[0].tokens[::2] == [1], "the first token comes at once"
+    assert process.parent.num_tokens == {1: 20}
+
+
+def test_a_stream_of_several_answers_reports_what_is_new_and_each_end_once(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastgen.serving.engine.process.PACE_S", 0.0)
+    several = {"max_new_tokens": 5, "n": 2, "ignore_eos": True}
+    process.next_status()
+    process.parent.send(Submit(1, [5] * 200, several, True))  # a prompt of some steps
+    process.run(lambda: process.status.num_answered == 2)
+    progress = [each for report in process.parent.reports for each in report.progress]
+    assert all(each.token_ids for each in progress)
+    assert sorted(each.index for each in progress if each.end is not None) == [0, 1]
+    assert [sum(len(each.token_ids) for each in progress if each.index == index) for index in (0, 1)] == [5, 5]
+    assert len(progress) == 10
+
+
+def test_requests_that_are_cancelled_before_they_began_leave_nothing(process: Process) -> None:
+    process.next_status()
+    process.parent.send(*[submit(number, END) for number in range(10)])
+    process.run(lambda: process.status.num_running == 8)
+    assert (process.status.num_waiting, process.status.num_open) == (2, 10)
+    process.parent.send(*[Cancel(number) for number in range(10)])
+    process.run(lambda: process.status.num_open == 0)
+    assert (process.status.num_running, process.status.num_waiting) == (0, 0)
+    assert not process.engine.has_work
+    assert not known_requests(process.loop)
+    assert process.loop._ended == []
+
+
+def test_a_request_that_is_cancelled_while_its_format_is_compiled_never_begins(process: Process) -> None:
+    grammars: Any = _Grammars()
+    process.loop._formats = FormatThread(grammars)
+    process.loop._formats.close = lambda: None  # type: ignore[method-assign]
+    sampling = pack_sampling(SamplingParams(response_format=ResponseFormat("regex", "a")))
+    process.next_status()
+    process.parent.send(Submit(1, [5], sampling, True))
+    process.run(lambda: grammars.begun)
+    process.run(lambda: process.status.num_open == 1)
+    process.parent.send(Cancel(1))
+    process.run(lambda: process.status.num_open == 0)
+    process.parent.send(Submit(2, [5], sampling, True))
+    grammars.may_end.set()
+    process.run(lambda: any(report.refused for report in process.parent.reports))  # by this engine without a tokenizer
+    assert [each.number for report in process.parent.reports for each in report.refused] == [2]
+
+
+@pytest.mark.parametrize(
+    ("has_work", "idle_s", "num_waiting", "waits_s"),
+    [
+        (False, 0.0, 0, [0.25]),
+        (False, 0.0, 1, [0.002]),
+        (True, 0.0, 1, []),
+        (True, 0.1, 0, [0.1]),
+        (True, 60.0, 0, [0.25]),
+        (True, 0.001, 1, [0.001]),
+    ],
+)
+def test_an_engine_sleeps_as_long_as_nothing_can_happen(
+    monkeypatch: pytest.MonkeyPatch, has_work: bool, idle_s: float, num_waiting: int, waits_s: list[float]
+) -> None:
+    """``idle_s`` is for how long its policy waits, and ``num_waiting`` the number of requests that wait for formats."""
+    waited_s: list[float] = []
+    with played() as process, monkeypatch.context() as patch:
+        patch.setattr(process.loop, "_engine", SimpleNamespace(has_work=has_work, idle_s=idle_s))
+        patch.setattr(process.loop, "_formats", SimpleNamespace(num_waiting=num_waiting, proceed=lambda: None))
+        patch.setattr(process.loop._connections, "wait", waited_s.append)
+        process.loop._receive()
+    assert waited_s == waits_s
+
+
+def test_a_wait_is_told_in_milliseconds_and_is_no_busy_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited_ms: list[int] = []
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        connections = Connections(socket)
+        monkeypatch.setattr(connections, "_poller", SimpleNamespace(poll=waited_ms.append))
+        for timeout_s in (0.25, 0.0001):
+            connections.wait(timeout_s)
+    assert waited_ms == [250, 1]
+
+
+def test_a_server_wakes_the_engine_and_gets_its_last_messages() -> None:
+    with zmq.Context() as context, context.socket(zmq.PAIR) as parent, remote_socket(context) as ours:
+        connections = Connections(parent)
+        connect(ours, connections.open("a", "127.0.0.1"))
+        ours.send(encoder.encode(Ask(1, "live")))
+        _, server = connections
+        assert connections._poller.poll(10_000) == [(server.socket, zmq.POLLIN)]
+        assert [*server.messages()] == [Ask(1, "live")]
+        for number in range(100):
+            server.send(Reply(number, msgspec.Raw(encoder.encode("x" * 20_000)), None))
+        connections.close_all()
+        assert not server.is_open
+        for number in range(100):
+            assert ours.poll(10_000)
+            assert to_server.decode(ours.recv()).number == number
+
+
+def test_an_engine_that_is_told_to_stop_closes_all_it_has(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    for name, owner, method in (
+        ("engine", process.engine, "close"),
+        ("formats", process.loop._formats, "close"),
+        ("connections", process.loop._connections, "close_all"),
+    ):
+        monkeypatch.setattr(owner, method, lambda name=name: closed.append(name))
+    process.parent.send(submit(1, END), Stop())
+    process.run(lambda: False)
+    assert sorted(closed) == ["connections", "engine", "formats"]
+
+
+def test_an_engine_that_has_lost_a_rank_ends_with_the_reason(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process.engine.runner, "lost", "rank 1 does not answer")
+    with pytest.raises(RankError, match="rank 1 does not answer"):
+        process.run(lambda: False)

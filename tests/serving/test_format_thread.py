@@ -113,3 +113,16 @@ def test_a_model_that_follows_no_format_has_none_to_wait_for() -> None:
     events: list[str] = []
     FormatThread(None).when_compiled(0, FIRST, lambda: events.append("refused by the engine"))
     assert events
+
+
+def test_what_is_not_compiled_when_the_engine_ends_is_neither_begun_nor_waited_for(
+    thread: FormatThread, grammars: Any
+) -> None:
+    for number, each in enumerate((FIRST, SECOND)):
+        thread.when_compiled(number, each, lambda: None)
+    while not grammars.begun:
+        threading.Event().wait(0.001)
+    thread.close()
+    assert not thread._compiling[FIRST].done()
+    assert thread._compiling[SECOND].cancelled()
+    grammars.may_end.set()

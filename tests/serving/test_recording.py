@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import httpx2
@@ -18,12 +19,15 @@ from typer.testing import CliRunner, Result
 from fastgen.cli import app
 from fastgen.runtime.flight.recording_file import parse_recording
 from fastgen.runtime.flight.replay import first_difference
+from fastgen.runtime.simulated import SimulatedServer
+from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.serving.clients.deployments import Deployment
 from fastgen.serving.clients.http import HttpTransport
-from fastgen.serving.engine import recent_requests
+from fastgen.serving.engine import recent_requests, recordings
 from fastgen.serving.engine.engine import ReplicaView
 from fastgen.serving.engine.messages import RecordingReply
 from fastgen.serving.engine.recent_requests import RecentRequests
+from fastgen.serving.engine.recordings import Recordings
 from fastgen.serving.http.recording import recording_routes
 from fastgen.serving.http.records import NUMBERS_HEADER, REPLICAS_HEADER
 from tests.serving.server_process import ServerProcess, served
@@ -90,8 +94,8 @@ def test_requests_that_overtake_one_whose_format_is_compiled_are_answered_and_ex
 
 
 class Replicated:
-    """A service whose prompts of request "a" went to replica 1, which is gone, and to 2; the only one of "b" to 1; those
-    of "c" to 2 and 3.
+    """A service whose prompts of request "a" went to replica 1, which is gone, and to 2; the only one of "b" to 1;
+    those of "c" to 2 and 3.
     """
 
     engine: Any
@@ -232,3 +236,50 @@ def test_only_the_last_requests_are_remembered(monkeypatch: pytest.MonkeyPatch) 
     for number in range(1000):
         recent.add("a", number)
     assert len(recent.numbers("a")) < 200
+
+
+@pytest.fixture
+def engine_recordings() -> Recordings:
+    engine = SimulatedServer(
+        StepCost.linear(step_s=0.01, token_s=0.0), token_budget=64, max_num_seqs=4, num_blocks=64
+    ).engine
+    return Recordings(engine.recorder, "stories")
+
+
+def proceed_until(recordings: Recordings, answers: list[Any]) -> None:
+    """Waits until an answer has come, and whether another one does."""
+    for _ in range(6000):
+        recordings.proceed()
+        if answers:
+            break
+        threading.Event().wait(0.005)
+    recordings.proceed()
+
+
+def test_a_recording_comes_once_with_the_ids_of_the_last_requests_before_it(
+    engine_recordings: Recordings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recordings, "MAX_REMEMBERED", 2)
+    for number in (3, 4, 5):
+        engine_recordings.submitted(number, 10 * number)
+    answers: list[RecordingReply] = []
+    engine_recordings.ask(lambda find: answers.append(find()))
+    engine_recordings.submitted(6, 60)
+    proceed_until(engine_recordings, answers)
+    (answer,) = answers
+    assert answer.request_ids == {4: 40, 5: 50}
+    assert parse_recording(answer.recording, "the engine").header.model == "stories"
+
+
+def test_why_a_recording_cannot_be_written_is_its_answer(
+    engine_recordings: Recordings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> bytes:
+        raise MemoryError("it is too long")
+
+    monkeypatch.setattr(recordings, "dump_recording", fail)
+    answers: list[Any] = []
+    engine_recordings.ask(answers.append)
+    proceed_until(engine_recordings, answers)
+    with pytest.raises(MemoryError, match="it is too long"):
+        answers[0]()

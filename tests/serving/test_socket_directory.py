@@ -6,6 +6,7 @@ import os
 import stat
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,3 +57,23 @@ def test_what_is_no_abandoned_directory_stays(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "getuid", lambda: foreign.path.stat().st_uid + 1)
     SocketDirectory().remove()
     assert foreign.path.exists()
+
+
+def test_no_directory_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed, opened, closed = in_use(), list[int](), list[int]()
+    os.close(killed._lock)
+    open_file, close_file = os.open, os.close
+
+    def note_open(*arguments: Any, **more: Any) -> int:
+        opened.append(open_file(*arguments, **more))
+        return opened[-1]
+
+    def note_close(descriptor: int) -> None:
+        closed.append(descriptor)
+        close_file(descriptor)
+
+    monkeypatch.setattr(os, "open", note_open)
+    monkeypatch.setattr(os, "close", note_close)
+    SocketDirectory().remove()
+    assert not killed.path.exists()
+    assert sorted(opened) == sorted(closed)
