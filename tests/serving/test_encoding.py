@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -16,7 +19,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from fastgen.errors import CheckpointError, InvalidArgumentError
 from fastgen.models.checkpoint.hub import locate
 from fastgen.runtime.text.tokenizer_checks import KNOWN_PATTERNS, check_tokenizer, has_unknown_patterns
-from fastgen.serving.isolated.encoding.encoder import TextEncoder
+from fastgen.serving.isolated.encoding.encoder import Encoded, Text, TextEncoder
+from fastgen.serving.isolated.encoding.process import begin
 from tests.fast import cases
 from tests.runtime.checkpoints import save_checkpoint, save_tokenizer
 from tests.serving.server_process import served
@@ -75,6 +79,24 @@ def test_special_tokens_are_those_of_transformers(special: bool) -> None:
             assert encoder.encode(text, special) == tokenizer(text, add_special_tokens=special)["input_ids"]
     finally:
         encoder.processes.close()
+
+
+def test_texts_are_neither_cut_nor_filled_up_as_the_tokenizer_wants_it() -> None:
+    tokenizer: Any = with_pattern(CUBIC).backend_tokenizer
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    encode = begin(tokenizer.to_str().encode())
+    answer = encode(msgspec.msgpack.encode(Text("abba", True)))
+    assert msgspec.msgpack.decode(answer, type=Encoded).ids == [0, 1, 1, 0]
+
+
+def test_ctrl_c_in_a_terminal_does_not_end_the_process(cubic: TextEncoder) -> None:
+    assert cubic.encode("ab", True) == [0, 1]
+    before = {*cubic.processes._processes}
+    for process in before:
+        os.kill(process.pid, signal.SIGINT)
+    assert cubic.encode("ba", True) == [1, 0]
+    assert cubic.processes._processes == before
 
 
 def test_a_text_that_takes_too_long_is_refused_and_the_next_is_encoded(cubic: TextEncoder) -> None:

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from fastgen.runtime.requests.response_format import ResponseFormat, parse_response_format
+from fastgen.serving.isolated.grammars import trial
 from fastgen.serving.isolated.grammars.queue import MAX_WAITING, TrialQueue
 from fastgen.serving.isolated.grammars.trial import MAX_PROCESSES, FormatTrials
 from fastgen.serving.refusals import OverloadedError
@@ -104,8 +106,9 @@ def test_only_so_many_formats_wait_and_one_whose_client_leaves_makes_room() -> N
         trials = _SlowTrials()
         queue, tasks = await _queued(trials, MAX_PROCESSES + MAX_WAITING)
         try:
-            with pytest.raises(OverloadedError, match=f"at most {MAX_WAITING} wait"):
+            with pytest.raises(OverloadedError, match="at most 16 wait") as refused:
                 await queue.refusal(ResponseFormat("regex", "one more"))
+            assert refused.value.retry_after_s == 12.0, "16 take 1.5 s each, of two processes"
             tasks.pop().cancel()
             await asyncio.sleep(0)
             tasks.append(asyncio.create_task(queue.refusal(ResponseFormat("regex", "one more"))))
@@ -132,3 +135,13 @@ def test_a_format_that_several_requests_wait_for_is_tried_once() -> None:
         assert len(trials.begun) <= MAX_PROCESSES
 
     asyncio.run(run())
+
+
+def test_the_formats_that_were_tried_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_MAX_KEPT", 2)
+    tokenizer = scripted_codec().tokenizer
+    trials = FormatTrials(tokenizer, len(tokenizer))
+    monkeypatch.setattr(trials.processes, "ask", lambda request: msgspec.msgpack.encode(None))
+    formats = [ResponseFormat("regex", text) for text in "abc"]
+    assert [trials.refusal(each) for each in formats] == [None] * 3
+    assert [trials.knows(each) for each in formats] == [False, True, True]

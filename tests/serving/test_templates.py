@@ -92,7 +92,7 @@ LONG = "{{ 'x' * 20000000 }}"
     ("template", "why"),
     [
         (LOOP, "more than 2 s of processor time"),
-        (DOUBLE, "memory"),
+        (DOUBLE, "more than 512 MiB of memory"),
         (LONG, "more than 16777216 characters"),
         ("{{ raise_exception('no such role') }}", "no such role"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
