@@ -114,3 +114,19 @@ def test_a_large_cache_is_told_in_few_cells() -> None:
     assert sum(blocks.held) == len(generation.request.sequences[0].block_tables[0]) == 10
     history.engine.cancel_all()
     assert sum(live_view(history.engine).blocks.held) == 0
+
+
+def test_the_page_gets_as_much_as_it_says() -> None:
+    """The last 120 steps, the first twelve sequences, and at most 1024 cells of blocks."""
+    history = History(random.Random(1), num_blocks=200, token_budget=64, max_num_seqs=4)
+    for _ in range(50):
+        history.submit(6, max_new_tokens=40, ignore_eos=True)
+    for _ in range(130):
+        history.engine.step()
+    view = live_view(history.engine)
+    assert (len(view.steps), len(view.sequences)) == (120, 12)
+    assert [seq.is_running for seq in view.sequences] == [True] * 4 + [False] * 8
+    for num_blocks, blocks_per_cell in ((1024, 1), (1025, 2), (2048, 2), (2049, 3)):
+        engine = History(random.Random(1), num_blocks=num_blocks + 1, token_budget=64, max_num_seqs=4).engine
+        blocks = live_view(engine).blocks
+        assert (blocks.num_blocks, blocks.blocks_per_cell) == (num_blocks, blocks_per_cell)

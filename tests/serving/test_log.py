@@ -7,17 +7,26 @@ import collections
 import json
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import TextIO
 
 import httpx2
 import pytest
 
 from fastgen.serving.http.guard import Guard
-from fastgen.serving.monitoring.log import JsonLines, TextLines, set_up_logging
+from fastgen.serving.monitoring.log import (
+    FORMAT_VARIABLE,
+    JsonLines,
+    TextLines,
+    set_up_logging,
+    set_up_logging_of_engine,
+)
+from fastgen.serving.monitoring.log_file import LOG_VARIABLE, move_output_to_log
 from fastgen.serving.monitoring.log_queue import MAX_WAITING_BYTES, LogQueue
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ServeOptions
@@ -114,6 +123,24 @@ def test_one_line_may_be_longer_than_all_that_may_wait(pipe: Pipe) -> None:
     assert pipe.num_dropped == 0
 
 
+def test_four_mebibytes_of_lines_may_wait_to_be_written() -> None:
+    num_dropped = 0
+
+    def drop() -> None:
+        nonlocal num_dropped
+        num_dropped += 1
+
+    queue = LogQueue(sys.maxsize, drop)
+    queue.setFormatter(TextLines())
+    queue._thread = threading.current_thread()  # so that nothing is written
+    line = "x" * ((1 << 20) - len("fastgen: \n"))
+    for text, expected in ((line, 0), (line, 0), (line, 0), (line, 0), ("", 1), ("", 2)):
+        queue.handle(logging.LogRecord("fastgen", logging.INFO, __file__, 0, text, (), None))
+        assert num_dropped == expected
+    assert [item for item in queue._waiting if isinstance(item, int)] == [2]
+    queue.close()
+
+
 def test_flush_waits_for_lines_but_not_for_a_reader_that_stands_still(pipe: Pipe) -> None:
     pipe.log("short")
     pipe.queue.flush()
@@ -151,6 +178,70 @@ def test_the_server_and_uvicorn_log_by_the_queue(capfd: pytest.CaptureFixture[st
     assert printed.splitlines() == [
         f"fastgen: error: of {name}" for name in ("fastgen", "fastgen.serving.requests", "uvicorn.error")
     ]
+
+
+def test_the_engine_logs_what_is_wrong_in_the_format_of_its_server(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(FORMAT_VARIABLE, "text")
+    logger, printed = logging.getLogger("fastgen"), list[list[str]]()
+    for set_up in (lambda: set_up_logging("json"), set_up_logging_of_engine):
+        set_up()
+        logger.info("as usual")
+        logger.warning("not as usual")
+        logger.handlers[0].flush()
+        printed.append([json.loads(line)["message"] for line in capfd.readouterr().err.splitlines()])
+    assert printed == [["as usual", "not as usual"], ["not as usual"]]
+
+
+def test_the_output_of_a_detached_server_goes_to_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, moved = tmp_path / "log", list[int]()
+    log.write_text("loading\n")
+
+    def move(source: int, target: int) -> None:
+        moved.append(target)
+        os.write(source, b"serving\n")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "dup2", move)
+        patch.delenv(LOG_VARIABLE, raising=False)
+        move_output_to_log()
+        assert moved == []
+        patch.setenv(LOG_VARIABLE, str(log))
+        move_output_to_log()
+        assert moved == [1, 2]
+    assert log.read_text() == "loading\nserving\nserving\n"
+
+
+def a_record(level: int, error: BaseException | None = None) -> logging.LogRecord:
+    cause = None if error is None else (type(error), error, error.__traceback__)
+    record = logging.LogRecord("fastgen", level, __file__, 0, "%d lost", (3,), cause)
+    record.created, record.msecs = 86_400.007, 7.9
+    return record
+
+
+def test_a_line_says_when_and_what_with_its_facts() -> None:
+    record = a_record(logging.WARNING)
+    record.facts = {"path": "/a", "status": 400}
+    assert TextLines().format(record) == "fastgen: warning: 3 lost path='/a' status=400"
+    assert json.loads(JsonLines().format(record)) == {
+        "time": "1970-01-02T00:00:00.007Z",
+        "level": "warning",
+        "message": "3 lost",
+        "path": "/a",
+        "status": 400,
+    }
+    assert TextLines().format(a_record(logging.INFO)) == "fastgen: 3 lost"
+    assert "exception" not in json.loads(JsonLines().format(a_record(logging.INFO)))
+
+
+def test_a_line_says_where_an_error_comes_from() -> None:
+    record = a_record(logging.ERROR, ZeroDivisionError("bad luck"))
+    first, *_, last = TextLines().format(record).splitlines()
+    assert (first, last) == ("fastgen: error: 3 lost", "ZeroDivisionError: bad luck")
+    assert json.loads(JsonLines().format(record))["exception"] == "ZeroDivisionError: bad luck"
 
 
 @pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085", "\u202e", "\x0b", "\x1c", "\n", "\ud800"])

@@ -136,6 +136,14 @@ def test_answers_are_judged_by_the_papers_rule(server: ServerMetrics) -> None:
     assert found[key("fastgen_answers_total")] == found[key("fastgen_server_ttft_seconds_count")] == 3
 
 
+def test_what_may_happen_is_counted_from_zero() -> None:
+    """So that the first event shows as a change."""
+    found = read(ServerMetrics(lambda: True))
+    assert {found[key("fastgen_good_answers_total", tokens_per_s=rate)] for rate in ("2", "4", "6")} == {0}
+    for reason in ("queued_requests", "ttft_slo", "unavailable"):
+        assert found[key("fastgen_refused_total", reason=reason)] == 0
+
+
 def test_the_servers_own_numbers(server: ServerMetrics) -> None:
     server.http_request("/v1/completions", "POST", 429)
     server.http_request("/v1/completions", "POST", 200)
