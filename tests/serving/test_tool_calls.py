@@ -125,6 +125,7 @@ def test_a_call_that_breaks_off_is_content_or_a_call_begun(tool_format: ToolForm
         ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', "", [("add", '{"a": 1}')]),
         ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("add", '{"a": 1}')]),
         ("hermes", '<tool_call>{"name": "add", "arguments": null}</tool_call>Done.', "Done.", [("add", "{}")]),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}}</tool_call>\n ', "", [("add", "{}")]),
         ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}, "id": "abcdefghi"}]', "", [("add", "{}")]),
         ("llama3", '{"name": "add", "parameters": {"a": 1}}', "", [("add", '{"a": 1}')]),
         ("llama3", '\n{"type": "function", "name": "add", "parameters": {}}', "", [("add", "{}")]),
@@ -134,6 +135,27 @@ def test_a_call_that_breaks_off_is_content_or_a_call_begun(tool_format: ToolForm
 )
 def test_what_models_write_besides(name: str, text: str, content: str | None, calls: list[Call]) -> None:
     assert read(TOOL_FORMATS[name], list(text)) == (text if content is None else content, calls)
+
+
+def test_what_is_certain_is_given_at_once() -> None:
+    parser = ToolCallParser(TOOL_FORMATS["hermes"], NAMES)
+    assert parser.feed("Hello <tool") == [Content("Hello")]
+    assert parser.feed("box") == [Content(" <toolbox")]
+    begun = parser.feed('<tool_call>{"name": "add", "arguments": {"a": ')
+    assert begun == [CallBegins(0, "add"), Arguments(0, '{"a": ')]
+    assert parser.feed("1}") == [Arguments(0, "1}"), CallEnds(0)]
+    assert parser.feed("}</tool_call>") == []
+    assert parser.finish() == []
+
+
+def test_a_name_may_have_64_characters_and_a_longer_text_is_given_on_as_content() -> None:
+    named, name = TOOL_FORMATS["mistral-named"], "f" * 64
+    parser = ToolCallParser(named, [name])
+    text = "[TOOL_CALLS]" + name + "[ARGS]{}"
+    first, *_, last = [event for character in text for event in parser.feed(character)] + parser.finish()
+    assert (first, last) == (CallBegins(0, name), CallEnds(0))
+    text = "[TOOL_CALLS]" + "f" * 80
+    assert ToolCallParser(named, NAMES).feed(text) == [Content(text)]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ SPECIAL = (
     "<|START_ACTION|>",
 )
 RIGHT, NO_ARGUMENTS, WRONG = ("look_up", '{"city": "Oslo"}'), ("add", "{}"), ("look_up", '{"town": "Oslo"}')
+SURPLUS = ("add", '{"a": 1}')
 formats = pytest.mark.parametrize("tool_format", TOOL_FORMATS.values(), ids=TOOL_FORMATS)
 
 
@@ -59,15 +60,16 @@ def taken(tokenizer: Any, grammar: ResponseFormat, text: str) -> bool:
 
 @formats
 def test_required_calls(tool_format: ToolFormat, tokenizer: Any) -> None:
-    one, two, wrong = (written(tool_format, calls) for calls in ([RIGHT], [RIGHT, NO_ARGUMENTS], [WRONG]))
+    calls = ([RIGHT], [RIGHT, NO_ARGUMENTS], [WRONG], [SURPLUS])
+    one, two, *wrong = (written(tool_format, each) for each in calls)
     if tool_format.is_opening_optional:
-        one, two, wrong = (text.removeprefix(tool_format.opening) for text in (one, two, wrong))
+        one, two, *wrong = (text.removeprefix(tool_format.opening) for text in (one, two, *wrong))
     special_ids = {text: tokenizer.convert_tokens_to_ids(text) for text in SPECIAL if text in tokenizer.get_vocab()}
     for is_parallel in (False, True):
         grammar = tool_grammar(tool_format, TOOLS, special_ids, is_required=True, is_parallel=is_parallel)
         assert taken(tokenizer, grammar, one)
         assert taken(tokenizer, grammar, two) == is_parallel
-        for text in (wrong, "", "Hello", "Hello" + one, one[:-1] if one[-1] != "}" else one[:-2]):
+        for text in (*wrong, "", "Hello", "Hello" + one, one[:-1] if one[-1] != "}" else one[:-2]):
             assert not taken(tokenizer, grammar, text), text
 
 
