@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,6 +153,62 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     assert not directory.exists()
 
 
+def test_paths_and_policies_reach_the_server_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[Any, str]] = []
+
+    def start(request: str, title: str) -> Deployment:
+        started.append((json.loads(request), title))
+        return stand_in("one")
+
+    monkeypatch.setattr(detached, "_start", start)
+    policy = DynamicBatching(batch_size=4, max_delay_s=0.02)
+    fastgen.serve(Path("models/tiny"), recipe=Path("a.yaml"), policy=policy).close()
+    ((request, title),) = started
+    assert request == {
+        "model": "models/tiny",
+        "recipe": "a.yaml",
+        "policy": {"name": "dynamic", "batch_size": 4, "max_delay_s": 0.02},
+    }
+    assert title == "tiny"
+
+
+def test_a_server_that_ends_without_a_word_is_told_with_its_log(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\ncat > /dev/null\necho no library >&2\nexit 7\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(FastgenError, match="the server ended with status 7 before it was ready") as raised:
+        fastgen.serve("tiny-opt", port=0)
+    (log,) = directory.iterdir()
+    assert str(raised.value).endswith(f"its output is in {log}")
+
+
+def test_a_server_whose_start_is_interrupted_is_ended(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    class Interrupted(io.BytesIO):
+        def write(self, text: Any) -> int:
+            raise KeyboardInterrupt
+
+    class Started:
+        def __init__(self, command: list[str], **more: Any):
+            self.stdin = Interrupted()
+
+        def send_signal(self, number: signal.Signals) -> None:
+            seen.append(number)
+
+        def wait(self) -> int:
+            seen.append("has ended")
+            return 0
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    with pytest.raises(KeyboardInterrupt):
+        fastgen.serve("tiny-opt", port=0)
+    assert seen == [signal.SIGTERM, "has ended"]
+
+
 def test_a_server_whose_entry_cannot_be_written_goes_on_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,8 +320,9 @@ def test_a_detached_server_that_fails_after_it_was_ready_writes_the_reason_to_it
     monkeypatch.setattr(sys, "argv", ["detached", str(writing)])
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"model": "m"}'))
     with os.fdopen(reading) as answer:
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as ended:
             detached._main()
+        assert ended.value.code == 1
         assert json.load(answer)["deployment"]["name"] == "one"
     os.close(writing)
     assert other.read_bytes() == b""

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,10 @@ import pytest
 
 import fastgen
 from fastgen.models.checkpoint import hub
+from fastgen.serving.clients.deployments import this_deployment
 from fastgen.serving.http.server import FLUSH_S
-from fastgen.serving.run import Endings, stop_all
+from fastgen.serving.options import ServeOptions
+from fastgen.serving.run import Endings, _address, announcement, stop_all
 from tests.serving.http_client import RawClient, get
 from tests.serving.server_process import ServerProcess, is_running, served
 from tests.serving.storm import children
@@ -197,3 +200,35 @@ end_process()
 """
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=WAIT_S, check=True)
     assert done.stdout == "registered\n"
+
+
+def test_a_server_says_where_it_is_and_how_to_try_it() -> None:
+    both = this_deployment(
+        name="stories",
+        model="tiny-llama",
+        address="http://127.0.0.1:1",
+        grpc_address="127.0.0.1:2",
+        certificate=None,
+        token="secret",
+    )
+    *where, how = announcement(both, needs_key=True).splitlines()
+    assert where == ["fastgen: stories is served at http://127.0.0.1:1", "fastgen: and by gRPC at 127.0.0.1:2"]
+    assert how.startswith("fastgen: try  curl http://127.0.0.1:1/v1/completions ")
+    assert "-H 'authorization: Bearer KEY'" in how
+    where_, how = announcement(replace(both, grpc_address=None), needs_key=False).splitlines()
+    assert where_ == where[0]
+    assert "authorization" not in how
+
+
+@pytest.mark.parametrize(
+    ("name", "is_encrypted", "address"),
+    [
+        (("127.0.0.1", 80), False, "http://127.0.0.1:80"),
+        (("::1", 80, 0, 0), False, "http://[::1]:80"),
+        (("::1", 80, 0, 0), True, "https://[::1]:80"),
+    ],
+)
+def test_the_address_of_a_server_is_a_url(name: tuple[Any, ...], is_encrypted: bool, address: str) -> None:
+    file = Path("a.pem") if is_encrypted else None
+    listener: Any = SimpleNamespace(getsockname=lambda: name)
+    assert _address(ServeOptions(tls_cert=file, tls_key=file), listener) == address

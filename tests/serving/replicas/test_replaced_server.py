@@ -16,7 +16,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fastgen.errors import InvalidArgumentError
+from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.serving import run
 from fastgen.serving.api_keys import ApiKeys
 from fastgen.serving.clients.deployments import Deployment
@@ -28,7 +28,7 @@ from fastgen.serving.options import ServeOptions
 from fastgen.serving.refusals import BadRequestError, UnavailableError
 from fastgen.serving.service import Service
 from tests.serving.fake_engine import FACTS
-from tests.serving.http_client import RawClient
+from tests.serving.http_client import RawClient, get
 from tests.serving.local_server import WAIT_S, Served, check, on_uvloop, post
 from tests.serving.refusing import Refusing
 
@@ -60,6 +60,9 @@ class PlayedEngine:
         await asyncio.Event().wait()
         raise AssertionError
 
+    async def count(self) -> None:
+        pass
+
     async def stop(self, timeout_s: float = 10.0) -> None:
         pass
 
@@ -71,7 +74,7 @@ class Server:
         self.name, self.engine, self.loaded = name, PlayedEngine(), asyncio.Event()
         self.deployment: asyncio.Future[Deployment] = asyncio.get_running_loop().create_future()
         self.num_terminated = 0
-        log: Any = SimpleNamespace(flush=lambda: None)
+        self.log = SimpleNamespace(flush=lambda: None)
         options = ServeOptions(host=HOST, port=port, name=name, drain_timeout_s=WAIT_S)
         self.running = asyncio.create_task(
             run._run(
@@ -79,7 +82,7 @@ class Server:
                 options,
                 self.deployment.set_result,
                 self._terminated,
-                log,
+                self.log,  # type: ignore[arg-type]
                 self._make_engine,  # type: ignore[arg-type]
             )
         )
@@ -152,6 +155,49 @@ def test_a_new_server_gets_connections_once_it_is_ready_and_all_once_the_old_one
             await test()
 
     on_uvloop(bounded())
+
+
+def test_a_server_whose_engine_is_given_up_ends_with_the_reason(
+    no_model: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[ServeOptions] = []
+    monkeypatch.setattr(run, "warn_if_open", warned.append)
+
+    async def test() -> None:
+        given_up = asyncio.Event()
+
+        async def failed() -> str:
+            await given_up.wait()
+            return "the engine did not start 3 times in a row"
+
+        async with asyncio.timeout(WAIT_S):
+            with hold_port(HOST, 0) as port:
+                server = Server("one", port)
+                server.engine.failed = failed  # type: ignore[method-assign]
+                server.loaded.set()
+                address = (await server.deployment).address
+                server.log.on_dropped()  # as a log does that cannot be written
+                assert b"\nfastgen_log_lines_dropped_total 1.0\n" in (await get(address, "/metrics"))[1]
+                given_up.set()
+                with pytest.raises(FastgenError, match=r"^the engine did not start 3 times in a row$"):
+                    await server.running
+        assert [options.port for options in warned] == [port]
+
+    on_uvloop(test())
+
+
+def test_a_port_of_grpc_that_is_taken_is_found_before_the_model_is_loaded(no_model: None) -> None:
+    log: Any = SimpleNamespace(flush=lambda: None)
+    engine: Any = PlayedEngine()
+
+    async def test() -> None:
+        with socket.create_server((HOST, 0)) as taken:
+            port = taken.getsockname()[1]
+            options = ServeOptions(host=HOST, port=0, grpc_port=port)
+            with pytest.raises(InvalidArgumentError, match=f"cannot listen on {HOST}:{port}: Address already in use"):
+                await run._run({"model": "m"}, options, print, print, log, lambda watcher: engine)
+
+    on_uvloop(test())
 
 
 def test_connections_to_a_server_that_is_left_end_with_their_next_answer() -> None:
