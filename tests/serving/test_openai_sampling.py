@@ -20,9 +20,7 @@ def of_completion(num_prompt_tokens: int = 10, **fields: Any) -> SamplingParams:
 
 
 def of_chat(num_prompt_tokens: int = 10, **fields: Any) -> SamplingParams:
-    request = ChatRequest.model_validate(
-        {"model": "m", "messages": [{"role": "user", "content": "Hello"}], **fields}
-    )
+    request = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "Hello"}], **fields})
     return chat_sampling(request, num_prompt_tokens, None, **FACTS)  # type: ignore[arg-type]
 
 

@@ -134,9 +134,13 @@ def test_a_block_of_another_server_hears_from_the_request_and_listens_no_longer_
             await asyncio.sleep(0)
             assert num_listening == 1
         assert num_listening == 0
-        with pytest.raises(ClientDisconnect):
+
+        async def wait_while_the_client_leaves() -> None:
             async with unless_gone(request):
                 may_leave.set()
                 await asyncio.Event().wait()
+
+        with pytest.raises(ClientDisconnect):
+            await wait_while_the_client_leaves()
 
     within_20_s(run())
