@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def _start(request: str, title: str) -> Deployment:
         os.close(writing)
         try:
             assert process.stdin is not None
-            with process.stdin as stdin:
+            with suppress(BrokenPipeError), process.stdin as stdin:  # it may have ended; its status says more
                 stdin.write(request.encode())
             outcome = json.loads(answer.readline() or "{}")
         except BaseException:  # Ctrl-C: no client would know the server

@@ -185,6 +185,18 @@ def test_a_server_that_ends_without_a_word_is_told_with_its_log(
     assert str(raised.value).endswith(f"its output is in {log}")
 
 
+def test_a_server_that_ends_before_it_has_read_its_arguments_is_told_too(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexit 7\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    site = f"https://{'a' * 200_000}.org"  # more than a pipe holds
+    with pytest.raises(FastgenError, match="the server ended with status 7 before it was ready"):
+        fastgen.serve("tiny-opt", port=0, allow_origins=[site])
+
+
 def test_a_server_whose_start_is_interrupted_is_ended(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
 
