@@ -66,8 +66,8 @@ BASES: dict[type[BaseModel], dict[str, Any]] = {
 }
 
 
-def strict_function(strict: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "a", "strict": strict}}
+def tools_of(strict: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "a", "strict": strict}}]
 
 
 def names(number: int) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def said(arguments: str) -> list[dict[str, Any]]:
     return [{"role": "assistant", "tool_calls": [call]}]
 
 
-# For each field a value that is just taken, and one that is just not, as docs/openai-api.md and docs/sampling.md say.
+# Of each field a value that is just taken, and one that is just not: docs/openai-api.md and docs/sampling.md say so.
 LIMITS: list[tuple[type[BaseModel], str, Any, Any]] = [
     (CompletionRequest, "prompt", ["a"] * 2048, ["a"] * 2049),
     (CompletionRequest, "prompt", [0, 2**31 - 1], [2**31]),
@@ -98,7 +98,7 @@ LIMITS: list[tuple[type[BaseModel], str, Any, Any]] = [
     (ChatRequest, "messages", [{**MESSAGE, "content": PARTS[:64]}] * 64, [{**MESSAGE, "content": PARTS[:17]}] * 241),
     (ChatRequest, "messages", said('{"a": 1}'), said('{"a": 1')),
     (ChatRequest, "tools", FUNCTIONS[:128], FUNCTIONS),
-    (ChatRequest, "tools", [strict_function(True)], [strict_function("true")]),
+    (ChatRequest, "tools", tools_of(True), tools_of("true")),
     (ChatRequest, "metadata", names(16), names(17)),
     (ChatRequest, "metadata", {"a" * 64: "b"}, {"a" * 65: "b"}),
     (ChatRequest, "chat_template_kwargs", names(64), names(65)),
@@ -138,8 +138,8 @@ def test_a_field_takes_what_is_documented_and_no_more(
 @pytest.mark.parametrize(
     "prompt",
     [
-        *("", "a", ["a"], ["a", "b"], [0], [5, 6], [-1], [2**31], [1.5], [[5]], [[0], [5]], [[-1]], [], [[]], [["a"]]),
-        *(["a", [1]], [1, "a"], None, 3, {}),
+        *("", "a", ["a"], ["a", "b"], [0], [5, 6], [-1], [2**31], [1.5], [[5]], [[0], [5]], [[-1]]),
+        *([], [[]], [["a"]], ["a", [1]], [1, "a"], None, 3, {}),
     ],
     ids=str,
 )

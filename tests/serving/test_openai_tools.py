@@ -228,13 +228,13 @@ def test_a_stream_of_one_call_does_not_wait_for_a_model_that_writes_on() -> None
     codec = scripted_codec(HERMES)
     token_ids = codec.encode_text(written(TOOL_FORMATS["hermes"], [OSLO]) + " And", add_special_tokens=False)
     service = WritingOn(codec, lambda prompt, sampling: (token_ids, "stop"))
-    function = {"type": "function", "name": "look_up"}
+    asked: dict[str, Any] = {"model": MODEL, "input": "How?", "tools": [{"type": "function", "name": "look_up"}]}
 
     async def use(client: openai.AsyncOpenAI) -> tuple[list[Any], list[Any]]:
         more: dict[str, Any] = {"stream": True, "parallel_tool_calls": False}
         async with asyncio.timeout(20):
             chat = [chunk async for chunk in await client.chat.completions.create(**ASKED, **more)]
-            response = await client.responses.create(model=MODEL, input="How?", tools=[function], **more)  # type: ignore[list-item]
+            response: Any = await client.responses.create(**asked, **more)
             return chat, [event async for event in response]
 
     chat, response = ask(service, use)
@@ -245,13 +245,13 @@ def test_a_stream_of_one_call_does_not_wait_for_a_model_that_writes_on() -> None
 
 def test_an_answer_that_ends_like_the_beginning_of_a_call_is_text() -> None:
     service = always(scripted_codec(HERMES), "It is <tool")
-    function = {"type": "function", "name": "look_up"}
+    asked: dict[str, Any] = {"model": MODEL, "input": "How?", "tools": [{"type": "function", "name": "look_up"}]}
 
     async def use(client: openai.AsyncOpenAI) -> list[str | None]:
         whole = await client.chat.completions.create(**ASKED)
         stream = await client.chat.completions.create(**ASKED, stream=True)
-        response = await client.responses.create(model=MODEL, input="How?", tools=[function])  # type: ignore[list-item]
-        events = await client.responses.create(model=MODEL, input="How?", tools=[function], stream=True)  # type: ignore[list-item]
+        response = await client.responses.create(**asked)
+        events: Any = await client.responses.create(**asked, stream=True)
         return [
             whole.choices[0].message.content,
             "".join([chunk.choices[0].delta.content or "" async for chunk in stream]),

@@ -124,9 +124,14 @@ def test_a_block_of_another_server_hears_from_the_request_and_listens_no_longer_
         num_listening += 1
         try:
             await may_leave.wait()
+            await asyncio.sleep(0)
         finally:
             num_listening -= 1
         return {"type": "http.disconnect"}
+
+    async def wait(request: Request) -> None:
+        async with unless_gone(request):
+            await asyncio.Event().wait()
 
     async def run() -> None:
         request = Request({"type": "http"}, receive)
@@ -134,13 +139,8 @@ def test_a_block_of_another_server_hears_from_the_request_and_listens_no_longer_
             await asyncio.sleep(0)
             assert num_listening == 1
         assert num_listening == 0
-
-        async def wait_while_the_client_leaves() -> None:
-            async with unless_gone(request):
-                may_leave.set()
-                await asyncio.Event().wait()
-
+        may_leave.set()
         with pytest.raises(ClientDisconnect):
-            await wait_while_the_client_leaves()
+            await wait(request)
 
     within_20_s(run())
