@@ -40,7 +40,7 @@ def of_group(count: int, file: Path, call: Callable[[Ranks], T]) -> list[T]:
 
 
 def of_memory(count: int, file: Path, call: Callable[[Ranks], T]) -> list[T]:
-    """The same of ranks that share memory. Their areas are small, so a message takes several exchanges."""
+    """Makes ranks that share memory. Their areas are small, so a message takes several exchanges."""
     memory = RankMemory(count, 4096)
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(call, [SharedRanks(memory, index, 30.0) for index in range(count)]))

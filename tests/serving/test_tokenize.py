@@ -8,7 +8,7 @@ import httpx2
 import openai
 import pytest
 
-from tests.serving.scripted import ScriptedService, ask, scripted_codec
+from tests.serving.scripted import MODEL, ScriptedService, ask, scripted_codec
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 TOOL = {"type": "function", "function": {"name": "add"}}
@@ -34,3 +34,17 @@ def test_what_is_no_text_of_the_model_is_refused(path: str, body: dict[str, Any]
 
     answer = ask(service, use)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+def test_tools_are_rendered_as_in_a_chat() -> None:
+    service = ScriptedService(scripted_codec("{{ tools | tojson }}<tool_call>"), lambda prompt, sampling: ([5], "stop"))
+    body = {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "add", "strict": True}}]}
+
+    async def use(client: openai.AsyncOpenAI) -> httpx2.Response:
+        chat = {**body, "model": MODEL, "tool_choice": "auto", "max_tokens": 1}
+        (await client._client.post("http://scripted/v1/chat/completions", json=chat)).raise_for_status()
+        return await client._client.post("http://scripted/tokenize", json=body)
+
+    tokens = ask(service, use).json()["tokens"]
+    ((prompt_ids, _),) = service.asked
+    assert tokens == prompt_ids

@@ -71,13 +71,14 @@ class unless_gone:  # noqa: N801 (used as a statement, like asyncio.timeout)
             await asyncio.wait({self._listening})
         if not self._was_called:
             return
-        if kind is None:  # the block ended before the cancellation reached it
+        was_reached = kind is asyncio.CancelledError
+        if not was_reached:  # the block returned, or failed, before the cancellation reached it
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0)
         is_ours = self._task.uncancel() <= self._num_cancelled
-        if is_ours and kind is asyncio.CancelledError:
+        if is_ours and was_reached:
             raise ClientDisconnect from error
-        if not is_ours and kind is None:
+        if not is_ours and not was_reached:
             raise asyncio.CancelledError
 
     def _cancel(self) -> None:

@@ -1,4 +1,4 @@
-"""The process of the server in front of replicas: what it is told, and what it reports. The server is played."""
+"""The process that leads the server in front of replicas: how it is started, and what it reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REQUEST = {
 
 @dataclass
 class Process:
-    """What the process did: whom it ends with, how it joined the cluster, its replicas, and the lines in its pipe."""
+    """Holds what the process did: the parent it ends with, its cluster and replicas, and the lines of its pipe."""
 
     parents: list[int] = field(default_factory=list)
     joined: dict[str, Any] = field(default_factory=dict)

@@ -275,7 +275,7 @@ def test_an_address_that_cannot_be_had_is_refused_in_a_line(get: Callable[[str, 
     in_use = "Address already in use; choose another port, or end what listens there"
     assert str(refused.value) == f"cannot listen on {HOST}:{port}: {in_use}"
     with pytest.raises(InvalidArgumentError) as refused:
-        get("203.0.113.7", port)  # of nobody's machine
+        get("203.0.113.7", port)  # an address that no machine has
     assert str(refused.value) == f"cannot listen on 203.0.113.7:{port}: Cannot assign requested address"
 
 

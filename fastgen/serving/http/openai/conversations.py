@@ -51,7 +51,7 @@ class PreparedChat:
         prompt_ids = await encode_chat(
             service,
             body.messages,
-            tools_for_template(body),
+            None if body.tool_choice == "none" else tools_for_template(body.tools),
             body,
             add_special_tokens=bool(body.add_special_tokens),
             keep=num_kept(body, num_answer, facts.max_model_len),

@@ -13,6 +13,7 @@ from fastgen.serving.http.openai.answers import Detokenized, Model, Models, Toke
 from fastgen.serving.http.openai.conversations import encode_chat
 from fastgen.serving.http.openai.requests import DetokenizeRequest, TokenizeRequest
 from fastgen.serving.http.openai.run import check_model, now
+from fastgen.serving.http.openai.tools import for_template
 from fastgen.serving.http.openai.vllm import VllmChatFields
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Service
@@ -55,9 +56,8 @@ def model_routes(service: Service, version: str) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise BadRequestError("give prompt or messages, one of them", param="prompt")
         if body.messages is not None:
-            tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
             tokens = await encode_chat(
-                service, body.messages, tools, body, add_special_tokens=bool(body.add_special_tokens)
+                service, body.messages, for_template(body.tools), body, add_special_tokens=bool(body.add_special_tokens)
             )
         else:
             for name in ("tools", *VllmChatFields.model_fields):

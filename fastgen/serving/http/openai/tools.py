@@ -96,16 +96,16 @@ def chat_tools(
     return found, grammar
 
 
-def for_template(request: ChatRequest) -> list[dict[str, Any]] | None:
-    """Returns the tools as chat templates expect them."""
-    if not request.tools or request.tool_choice == "none":
+def for_template(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
+    """Returns the tools as chat templates expect them; ``None`` where there are none."""
+    if not tools:
         return None
-    tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
-    for tool in tools:
+    plain = [tool.model_dump(exclude_none=True) for tool in tools]
+    for tool in plain:
         tool["function"].pop("strict", None)
         tool["function"].setdefault("description", "")
         tool["function"].setdefault("parameters", {"type": "object", "properties": {}})
-    return tools
+    return plain
 
 
 def new_call_id() -> str:
