@@ -22,7 +22,8 @@ from benchmarks.gpu.measuring import Bench, Row, Rows
 from fastgen.compile.ops.attention.reference import paged_attention
 from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.ops.attention.tiling import Tiling, chunk_tilings, decode_tilings
-from fastgen.compile.ops.attention.triton import AttentionKernel, AttentionPlan, attention_specs
+from fastgen.compile.ops.attention.triton import AttentionKernel, AttentionPlan, AttentionSpecs, attention_specs
+from fastgen.compile.ops.overlap import overlapped
 from fastgen.compile.spec import torch_dtype
 
 # Rounding to 16 bits may change this much: in bf16 a part of 2^-9, of the answer and of the weights before.
@@ -46,10 +47,10 @@ class Sequences:
         seen = sum(self.cached + i + 1 for i in range(self.new))
         return 2.0 * self.count * seen * shape.num_heads * (shape.head_dim + shape.v_dim)
 
-    def kv_bytes(self, shape: AttentionShape) -> float:
+    def kv_bytes(self, shape: AttentionShape) -> int:
         """Returns the bytes of keys and values, each read once."""
         features = shape.num_kv_heads * (shape.head_dim + shape.v_dim)
-        return float(self.count * (self.cached + self.new) * features * torch_dtype(shape.dtype).itemsize)
+        return self.count * (self.cached + self.new) * features * torch_dtype(shape.dtype).itemsize
 
 
 # Makes another library's attention of the same sizes.
@@ -93,7 +94,7 @@ def _measure_tilings(shape: AttentionShape, sequences: Sequences, bench: Bench, 
         case = f"{sequences}, blocks of {shape.block_size}"
         if tiling != tilings[0]:
             case += f", {tiling.block_m} × {tiling.block_n}, {tiling.num_warps} warps, {tiling.num_stages} stages"
-            case += f", {tiling.programs_per_sm} programs" if is_decode else ""
+            case += f", {tiling.programs_per_sm} programs" if is_decode or tiling.programs_per_sm > 1 else ""
             case += f"{', ahead' if tiling.ahead else ''}{', in turn' if tiling.persistent else ''}"
         others = OTHERS if (tiling == tilings[0] and shape.block_size == BLOCK_SIZES[0]) or bench.toy else ()
         yield bench.attempt(case, partial(measure_case, shape, sequences, bench, cut, others))
@@ -104,8 +105,15 @@ def build(
 ) -> None:
     """Builds all kernels for batches of these sizes, several at a time."""
     num_seqs, arch = sum(each.count for each in sequences), bench.loader.builder.arch
-    found = [attention_specs(shape, max_num_seqs=num_seqs, arch=arch, **(cut or {})) for shape in shapes]
+    found = [_specs(shape, num_seqs, arch, cut) for shape in shapes]
     bench.loader.build([kernel for specs in found for kernel in (specs.plan, specs.chunks, specs.decodes)])
+
+
+def _specs(shape: AttentionShape, num_seqs: int, arch: str, cut: dict[str, Tiling] | None) -> AttentionSpecs:
+    """Returns the kernels as engines launch them."""
+    specs = attention_specs(shape, max_num_seqs=num_seqs, arch=arch, **(cut or {}))
+    kernels = {name: overlapped(getattr(specs, name), arch) for name in ("plan", "chunks", "decodes")}
+    return replace(specs, **kernels)
 
 
 def measure_case(
@@ -146,7 +154,7 @@ class Subject:
         self.shape, self.num_tokens = shape, sum(new for _, new in rows)
         where, dtype, loader = bench.where, torch_dtype(shape.dtype), bench.loader
         build([shape], sequences, bench, cut)
-        specs = attention_specs(shape, max_num_seqs=len(rows), arch=loader.builder.arch, **(cut or {}))
+        specs = _specs(shape, len(rows), loader.builder.arch, cut)
         self.plan = AttentionPlan(
             specs,
             loader.load,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.gpu.gates import excess, gate, run_repeatedly
 from benchmarks.gpu.measuring import Bench, Row, Rows
+from fastgen.compile.build.builder import Kernel
 from fastgen.compile.ops.activation.reference import activate_and_multiply
 from fastgen.compile.ops.activation.triton import ActivationKernel, activation_spec
 from fastgen.compile.ops.embedding.reference import embed, resolve_token_ids
@@ -25,10 +26,11 @@ from fastgen.compile.ops.latent.triton import LatentKernel, latent_spec
 from fastgen.compile.ops.norm.reference import rms_norm
 from fastgen.compile.ops.norm.shape import NormShape
 from fastgen.compile.ops.norm.triton import NormKernel, norm_spec
+from fastgen.compile.ops.overlap import overlapped
 from fastgen.compile.ops.qkv.head_norm import HeadNorm
 from fastgen.compile.ops.qkv.triton import QkvKernel, qkv_spec
 from fastgen.compile.ops.rotary.reference import apply_rotary
-from fastgen.compile.spec import torch_dtype
+from fastgen.compile.spec import KernelSpec, torch_dtype
 
 TOLERANCE = 4e-2  # in bf16, of answers of size 1 and of a part of larger ones, rounded up to three times
 EPS = 1e-6
@@ -86,6 +88,10 @@ class Maker:
         self.slots = torch.randperm(num_tokens, device=self.where)
         self.positions = torch.randint(0, 4096, (num_tokens,), dtype=torch.int32, device=self.where)
 
+    def kernel(self, spec: KernelSpec) -> Kernel:
+        """Returns a kernel as engines launch it."""
+        return self.loader.load(overlapped(spec, self.loader.builder.arch))
+
     def normal(self, *size: int) -> Tensor:
         return torch.randn(size, dtype=self.dtype, device=self.where)
 
@@ -102,7 +108,7 @@ class Maker:
 
     def norm(self) -> Subject:
         size, dtype = self.sizes.hidden, self.sizes.dtype
-        kernel = NormKernel(self.loader.load(norm_spec(NormShape("rms", size, dtype, EPS, residual=True))))
+        kernel = NormKernel(self.kernel(norm_spec(NormShape("rms", size, dtype, EPS, residual=True))))
         x, residual, out = (self.normal(self.num_tokens, size) for _ in range(3))
         weight = self.normal(size)
 
@@ -130,7 +136,7 @@ class Maker:
             q_norm=norm,
             k_norm=norm,
         )
-        kernel = QkvKernel(self.loader.load(spec))
+        kernel = QkvKernel(self.kernel(spec))
         qkv = self.normal(self.num_tokens, (heads + 2 * kv_heads) * size)
         caches = [self.normal(-(-self.num_tokens // 16), 16, kv_heads, size) for _ in range(2)]
         given = {"cos_sin": self.angles(size)}
@@ -161,7 +167,7 @@ class Maker:
         latent, rotary, nope, heads = sizes.latent, sizes.rotary, sizes.nope, sizes.num_heads
         norm = HeadNorm("rms", EPS)
         fields = {"num_heads": heads, "latent_dim": latent, "nope_dim": nope, "rotary_dim": rotary}
-        kernel = LatentKernel(self.loader.load(latent_spec(sizes.dtype, norm, **fields)))
+        kernel = LatentKernel(self.kernel(latent_spec(sizes.dtype, norm, **fields)))
         kv, q = self.normal(self.num_tokens, latent + rotary), self.normal(self.num_tokens, heads, nope + rotary)
         q_latent, weight = self.normal(self.num_tokens, heads, latent + rotary), self.normal(latent)
         cache, table = self.normal(-(-self.num_tokens // 16), 16, 1, latent + rotary), self.angles(rotary)
@@ -183,7 +189,7 @@ class Maker:
 
     def activation(self) -> Subject:
         size = self.sizes.features
-        kernel = ActivationKernel(self.loader.load(activation_spec("silu", size, self.sizes.dtype, gated=True)))
+        kernel = ActivationKernel(self.kernel(activation_spec("silu", size, self.sizes.dtype, gated=True)))
         x, out = self.normal(self.num_tokens, 2 * size), self.normal(self.num_tokens, size)
         return Subject(
             "gated SiLU",
@@ -196,7 +202,7 @@ class Maker:
 
     def embedding(self) -> Subject:
         sizes = self.sizes
-        kernel = EmbeddingKernel(self.loader.load(embedding_spec(sizes.hidden, sizes.dtype)))
+        kernel = EmbeddingKernel(self.kernel(embedding_spec(sizes.hidden, sizes.dtype)))
         table, out = self.vocabulary, self.normal(self.num_tokens, sizes.hidden)
         ids, sampled = (
             torch.randint(0, sizes.vocab, (count,), dtype=torch.int32, device=self.where)
@@ -215,7 +221,7 @@ class Maker:
 
     def rows(self) -> Subject:
         size = self.sizes.hidden
-        kernel = RowGatherKernel(self.loader.load(row_gather_spec(size, self.sizes.dtype)))
+        kernel = RowGatherKernel(self.kernel(row_gather_spec(size, self.sizes.dtype)))
         hidden, out = self.normal(2 * self.num_tokens, size), self.normal(self.num_tokens, size)
         indices = torch.randperm(2 * self.num_tokens, device=self.where)[: self.num_tokens].int()
         return Subject(

@@ -1,7 +1,9 @@
-"""Measures the start up to the first token of a Llama-2-7B shape, with an empty kernel cache and with a filled one.
+"""Measures the start up to the first token of a Llama-2-7B shape, with a filled kernel cache and with an empty one.
 
-Each start is a process of its own, with caches of its own for fastgen's kernels and for Triton's launcher. Weights are
-drawn on the device, so no reading from disk is included; ``seconds`` are those of the process from start to end.
+Each start is a process of its own. The one with a filled cache takes this machine's, which a start before it fills; it
+comes first, since kernels may have been built beforehand, and the other one builds them all. That one has caches of its
+own for fastgen's kernels and for Triton's launcher. Weights are drawn on the device, so no reading from disk is
+included; ``seconds`` are those of the process from start to end.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 from benchmarks.gpu.measuring import Bench, Row, Rows
 
@@ -20,14 +21,15 @@ _PROCESS = "benchmarks.gpu.start_process"
 
 
 def measure(bench: Bench) -> Rows:
+    yield bench.attempt("filling", lambda: start({}, toy=bench.toy))
+    yield bench.attempt("warm", lambda: start({}, toy=bench.toy))
     with tempfile.TemporaryDirectory(prefix="fastgen-start-") as directory:
-        for case in ("cold", "warm"):
-            yield bench.attempt(case, lambda: start(Path(directory), toy=bench.toy))
+        caches = {"FASTGEN_CACHE": f"{directory}/kernels", "TRITON_CACHE_DIR": f"{directory}/triton"}
+        yield bench.attempt("cold", lambda: start(caches, toy=bench.toy))
 
 
-def start(directory: Path, *, toy: bool) -> Row:
-    """Runs one start with the caches in ``directory``. Raises ``RuntimeError`` with its output where it fails."""
-    caches = {"FASTGEN_CACHE": str(directory / "kernels"), "TRITON_CACHE_DIR": str(directory / "triton")}
+def start(caches: dict[str, str], *, toy: bool) -> Row:
+    """Runs one start with these directories for caches. Raises ``RuntimeError`` with its output where it fails."""
     command = [sys.executable, "-m", _PROCESS, *(["--toy"] if toy else [])]
     begin = time.perf_counter()
     done = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True, check=False)

@@ -11,7 +11,7 @@ from benchmarks.gpu.llama import LLAMA_2_7B, TOY, llama_engine, submit  # noqa: 
 from benchmarks.gpu.measuring import clocked  # noqa: E402
 from fastgen.compile.backends.backend import Backend  # noqa: E402
 from fastgen.compile.host import device as devices  # noqa: E402
-from fastgen.runtime import assembly  # noqa: E402
+from fastgen.runtime.ranks import part  # noqa: E402
 from fastgen.runtime.step.forward import CapturedForward  # noqa: E402
 
 
@@ -22,7 +22,7 @@ def main(*, toy: bool) -> dict[str, float]:
     start = time.perf_counter()
     with (
         clocked(Backend, "build", seconds),
-        clocked(assembly, "load_weights", seconds),
+        clocked(part, "load_weights", seconds),
         clocked(CapturedForward, "capture", seconds),
     ):
         engine = llama_engine(shape, device, kv_tokens=200 if toy else 40_000, **sizes)

@@ -18,9 +18,11 @@ import triton
 
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import elementwise, gpu_tests, part, served, splitfuse, steps
+from benchmarks.gpu.attention import Sequences
 from benchmarks.gpu.llama import TOY, llama_engine, submit
 from benchmarks.gpu.measuring import Bench, make_bench
 from fastgen.compile.host.device import current
+from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.errors import FastgenError
 from tests.fast import cases
 
@@ -121,7 +123,7 @@ def test_other_processes_and_engines_run(name: str) -> None:
     cases = [row["case"] for row in rows_of(name)]
     expected = {
         "transformers": ["fastgen", "transformers", "transformers over fastgen"],
-        "start": ["cold", "warm"],
+        "start": ["filling", "warm", "cold"],
         "http": ["start", "2 in flight"],
     }
     assert [case.split(",")[0] for case in cases] == expected[name]
@@ -139,6 +141,15 @@ def test_what_a_case_reads_is_there_before_it_runs_on_another_stream(monkeypatch
     bench = replace(make_bench(toy=True), toy=False)
     assert bench.seconds(lambda: None) == pytest.approx(2e-3)
     assert asked == ["wait", "measure"]
+
+
+def test_decodes_go_through_so_many_caches_that_none_is_still_held() -> None:
+    bench = replace(make_bench(toy=True), toy=False)
+    shape = AttentionShape(32, 8, 128, 64, "bf16", 128**-0.5)
+    small, large = (bench.num_copies(each.kv_bytes(shape)) for each in (Sequences(1, 1023, 1), Sequences(256, 2047, 1)))
+    assert isinstance(small, int)
+    assert small > 16
+    assert large == 1
 
 
 def test_a_case_that_fails_is_a_row() -> None:

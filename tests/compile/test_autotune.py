@@ -113,7 +113,7 @@ def test_where_the_default_fails_nothing_else_is_tried(loader: KernelLoader, cap
     assert not (loader.cache.directory / ".tuning").exists()
 
 
-@pytest.mark.parametrize(("spill_bytes", "best"), [(64, 2), (72, 3)])
+@pytest.mark.parametrize(("spill_bytes", "best"), [(128, 2), (136, 3)])
 def test_a_way_that_is_not_built_or_spills_much_is_passed_over(
     loader: KernelLoader, monkeypatch, spill_bytes: int, best: int
 ) -> None:

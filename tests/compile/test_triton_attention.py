@@ -301,7 +301,7 @@ def check_lists(lists: dict[str, list[Any]], rows: Rows, case: Case, num_program
             num_decode_tiles += 1
             work += [(seq, first, tile) for tile in range(kv_tiles)]
     assert total == len(work)
-    assert share == max(-(-total // num_programs), 2)
+    assert share == max(-(-total // num_programs), 1)
     done: list[tuple[int, int, int]] = []
     for program in range(-(-total // share)):  # as a decoding program walks through its share
         begin, end = lists["shares"][program]

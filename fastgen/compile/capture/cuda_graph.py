@@ -17,6 +17,7 @@ import torch
 from fastgen.compile.build.cpp import CppKernel
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.capture.arena import Arena
+from fastgen.compile.capture.noted import NotedStep
 from fastgen.compile.capture.tape import Tape, record, tape_spec
 from fastgen.errors import CaptureError
 
@@ -44,25 +45,25 @@ class GraphPool:
         self._runner: CppKernel | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._pool = torch.cuda.graph_pool_handle()
+            self._memory = torch.cuda.MemPool()  # of intermediate results, in captures and before them
         elif loader.builder.launches_natively:
             runner = loader.load(tape_spec())
             assert isinstance(runner, CppKernel)
             self._runner = runner
 
-    def capture(self, name: str, step: Callable[[], None], *, makes_room: bool = True) -> Graph:
+    def capture(self, name: str, step: Callable[[], None], *, runs_twice: bool = True) -> Graph:
         """Runs ``step`` once, so that its first-call allocations exist, and captures it.
 
-        With ``makes_room`` the memory that running it took on a GPU is given back before the capture, which gets its
-        own. That is needed where no larger step was captured before; :meth:`give_back` does it for all others at once.
-        During the capture nothing is computed and the garbage collector is off. If this fails, nothing is kept.
-        Raises :class:`KernelError` behind a closed fence, :class:`CaptureError` for a step that cannot be captured, and
-        what ``step`` raises.
+        With ``runs_twice`` it is run again in the capture, which finds whatever a capture cannot hold. Without, a GPU's
+        capture gets what the first run launched, which is a fraction of the work: for a step that differs from one
+        captured before in its sizes alone. During the capture nothing is computed and the garbage collector is off. If
+        this fails, nothing is kept. Raises :class:`KernelError` behind a closed fence, :class:`CaptureError` for a step
+        that cannot be captured, and what ``step`` raises.
         """
         self.fence.check("capture", name)
         graph: Graph
         if self._device.type == "cuda":
-            graph = self._capture_cuda(name, step, makes_room)
+            graph = self._capture_cuda(name, step, runs_twice)
         else:
             step()
             graph = self.record(name, step)
@@ -77,12 +78,6 @@ class GraphPool:
         with _standing_collector():
             return record(name, step, self._arena, self._runner)
 
-    def give_back(self) -> None:
-        """Gives the memory back to a GPU that running steps took before they were captured."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()
-
     @property
     def size_bytes(self) -> int:
         """Returns the bytes of the intermediate results of steps, without a GPU."""
@@ -94,23 +89,23 @@ class GraphPool:
             graph.close()
         self._graphs.clear()
 
-    def _capture_cuda(self, name: str, step: Callable[[], None], makes_room: bool) -> _CudaGraph:
+    def _capture_cuda(self, name: str, step: Callable[[], None], runs_twice: bool) -> _CudaGraph:
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
-                step()
-                if makes_room:
-                    self.give_back()
+                with torch.cuda.use_mem_pool(self._memory, self._device):
+                    noted = NotedStep(step)
                 with _standing_collector():
-                    self._record_cuda(graph, step)
+                    self._record_cuda(graph, step if runs_twice else noted.again)
         finally:  # where the step fails midway, what it launched still writes to static buffers
             current.wait_stream(self._stream)
         return _CudaGraph(name, graph)
 
     def _record_cuda(self, graph: torch.cuda.CUDAGraph, step: Callable[[], None]) -> None:
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        # torch declares a type of its own for what is such a pair
+        graph.capture_begin(pool=self._memory.id, capture_error_mode="thread_local")  # type: ignore[arg-type]
         try:
             step()
         except BaseException:

@@ -38,6 +38,11 @@ def library_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Non
     if (active := recorder()) is not None:
         active.library_call(function, args, kwargs)
         return
+    call_library(function, args, kwargs)
+
+
+def call_library(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Makes such a call now. Raises ``TypeError`` where a result is in none of the tensors that it was given."""
     result = function(*args, **kwargs)
     returned: Sequence[Any] = result if isinstance(result, (tuple, list)) else (result,)
     for each in returned:

@@ -224,8 +224,8 @@ class CapturedForward(_ReplayedForward):
         """Captures every graph, the largest first, and calls ``progress`` with how many are done and how many there
         are.
 
-        Each step runs before it is captured. On a GPU only the largest of each kind gives its memory back before that,
-        since what the others take is there already, and taking and giving it costs more than they do.
+        Each step runs before it is captured. On a GPU only the largest of each kind runs once more in its capture. The
+        others' captures get what they launched, since calling the modules takes most of the time.
         With a ``trial`` each graph is replayed once on that batch, which also uploads it to the GPU, and compared with
         the step itself. What that finds is looked at when all are captured, so that the GPU computes while the host
         captures the next one. Raises :class:`CaptureError` where they differ.
@@ -235,7 +235,7 @@ class CapturedForward(_ReplayedForward):
             num_used = 0 if trial is None else trial.fill(size)
             is_largest = size == self._sizes[-1]
             step = partial(self._forward_step, size)
-            graph = self._pool.capture(f"a step of {size} tokens", step, makes_room=is_largest)
+            graph = self._pool.capture(f"a step of {size} tokens", step, runs_twice=is_largest)
             if trial is not None:
                 tried[graph.name] = self._try(graph, self._hidden[:num_used])
             self._forwards[size] = graph
@@ -243,14 +243,12 @@ class CapturedForward(_ReplayedForward):
         for num_rows in reversed(self._row_sizes):
             is_largest = num_rows == self._row_sizes[-1]
             step = partial(self._head_step, num_rows)
-            graph = self._pool.capture(f"logits of {num_rows} rows", step, makes_room=is_largest)
+            graph = self._pool.capture(f"logits of {num_rows} rows", step, runs_twice=is_largest)
             if trial is not None:
                 tried[graph.name] = self._try(graph, self._logits[:num_rows])
             self._heads[num_rows] = graph
             progress(len(self._forwards) + len(self._heads), total)
         different = [name for name, is_same in tried.items() if not is_same]
-        tried.clear()
-        self._pool.give_back()
         if trial is not None:
             trial.clear()
         if different:

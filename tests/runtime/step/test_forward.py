@@ -135,8 +135,8 @@ class FakePool:
     def __init__(self, model: FakeModel, change: Callable[[Tensor], Tensor] | None) -> None:
         self.model, self.change, self.calls = model, change, list[str]()
 
-    def capture(self, name: str, step: Callable[[], None], *, makes_room: bool) -> Any:
-        self.calls.append(f"{name}, makes room" if makes_room else name)
+    def capture(self, name: str, step: Callable[[], None], *, runs_twice: bool) -> Any:
+        self.calls.append(f"{name}, twice" if runs_twice else name)
         step()
         return SimpleNamespace(name=name, replay=lambda: self._replay(step))
 
@@ -145,9 +145,6 @@ class FakePool:
             self.model.change = self.change
             step()
             self.model.change = torch.clone
-
-    def give_back(self) -> None:
-        self.calls.append("give back")
 
 
 class FakeTrial:
@@ -225,10 +222,10 @@ def test_a_graph_is_used_only_if_its_replay_gives_what_the_step_gave(
     differs = pytest.raises(CaptureError, match=r"^a step of 4 tokens: a replay gives other results")
     with nullcontext() if is_same else differs:
         forward.capture(lambda done, total: progress.append((done, total)), cast(Any, trial))
-    # What differs is said when all are captured and everything is given back.
+    # What differs is said when all are captured.
     assert progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert pool.calls == [
-        *("a step of 4 tokens, makes room", "a step of 2 tokens"),
-        *("logits of 3 rows, makes room", "logits of 1 rows", "give back"),
+        *("a step of 4 tokens, twice", "a step of 2 tokens"),
+        *("logits of 3 rows, twice", "logits of 1 rows"),
     ]
     assert trial.calls == [4, 2, "clear"]

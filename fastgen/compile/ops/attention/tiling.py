@@ -136,8 +136,9 @@ def decode_tiling(shape: AttentionShape, arch: str) -> Tiling:
 
 
 def chunk_tilings(shape: AttentionShape, arch: str) -> list[Tiling]:
-    """Returns the tilings of chunks worth measuring, the default first: neighbours of it, products that are ahead, and
-    tiles in turn or not."""
+    """Returns the tilings of chunks worth measuring, the default first: neighbours of it, products that are ahead,
+    tiles in turn or not, and two programs a multiprocessor, of which one computes products while the other computes
+    exponentials. These have half the registers, and spill a few outside the loop over keys."""
     default = chunk_tiling(shape, arch)
     found = _with_neighbours(default)
     is_plain = not (shape.alibi or shape.softcap or shape.values_in_keys) and shape.head_dim == shape.v_dim
@@ -145,6 +146,8 @@ def chunk_tilings(shape: AttentionShape, arch: str) -> list[Tiling]:
         found += [replace(default, ahead=True, persistent=each) for each in (False, True)]
     if arch in _PERSISTENT:
         found.append(replace(default, persistent=not default.persistent))
+        if default.block_m == 128 and shape.head_dim <= 128:
+            found += [replace(default, num_stages=3, programs_per_sm=2, persistent=each) for each in (False, True)]
     return list(dict.fromkeys(found))
 
 

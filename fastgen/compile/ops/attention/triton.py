@@ -18,9 +18,6 @@ from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
 # A sequence with at most this many new tokens is a decode (a token and its drafts), one with more is a chunk.
 MAX_DECODE_QUERIES = 8
 
-# Fewest KV tiles of a program: joining the parts of fewer would take longer than computing them.
-_MIN_SHARE = 2
-
 # Programs of chunks that take tiles in turn, as a multiple of those that the multiprocessors hold at once. With one,
 # the last tiles end at different times. With four, a multiprocessor that is done takes another program.
 CHUNK_PROGRAMS = 4
@@ -75,7 +72,6 @@ def _plan(
         "window": shape.sliding_window,
         "block_s": power_of_2(max_num_seqs),
         "max_decode": MAX_DECODE_QUERIES,
-        "min_share": _MIN_SHARE,
     }
     arguments = (
         *(Argument(name, "i32", "in") for name in ("cu_seqlens_q", "seq_lens")),
