@@ -125,6 +125,7 @@ def test_other_ranks_rows_are_zeros(loader: KernelLoader, offset: int | None) ->
     generator = torch.Generator().manual_seed(6)
     table, places = (torch.randn(20, 33, generator=generator) for _ in range(2))
     ids, positions = (torch.randint(0, most, (9,), generator=generator).int() for most in (80, 18))
+    ids[:4] = torch.tensor([19, 20, 39, 40])  # on either side of the first and the last
     source, sampled = torch.full((9,), -1, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     out = torch.full((10, 33), torch.nan)
     spec = embedding_spec(33, "fp32", scale=2.0, position_offset=offset, rows=(20, 20))

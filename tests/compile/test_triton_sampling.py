@@ -217,6 +217,12 @@ def test_drawn_rows_at_odd_sizes(loader: KernelLoader, vocab_size: int) -> None:
     subject.check(draw_logits(rng, 10, vocab_size), samplings, positions)
 
 
+def test_rows_of_several_slices_that_are_no_power_of_two(loader: KernelLoader) -> None:
+    rng, subject = Random(67), Subject(loader, 67, 6, block=16)
+    assert subject.kernels.num_slices == 5
+    subject.check(draw_logits(rng, 6, 67), [draw_sampling(rng) for _ in range(6)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_many_drawn_rows(loader: KernelLoader, seed: int) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import fastgen
 from fastgen.errors import FastgenError, GenerationError, InvalidArgumentError
 from fastgen.serving.clients.client import Client
 from fastgen.serving.clients.grpc import GrpcTransport
+from fastgen.serving.clients.http import HttpTransport
 from fastgen.serving.clients.requests import ClientRequest
 from fastgen.serving.refusals import (
     BadRequestError,
@@ -36,6 +37,28 @@ def connected(answer: bytes) -> Iterator[Client]:
     """Yields a client of a server that answers every request with these bytes."""
     with another_program(answer) as address, fastgen.client(address) as client:
         yield client
+
+
+@pytest.mark.parametrize(("token", "sent"), [("abc", "Bearer abc"), (None, None)])
+def test_a_server_is_ended_with_the_token_that_is_known(
+    token: str | None, sent: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[tuple[str, str | None]]()
+
+    @asynccontextmanager
+    async def noted(self: Any, path: str, body: Any, headers: dict[str, str]) -> AsyncIterator[None]:
+        asked.append((path, headers.get("authorization")))
+        yield
+
+    monkeypatch.setattr(HttpTransport, "_sent", noted)
+
+    async def terminate() -> None:
+        transport = HttpTransport("127.0.0.1:1", None)
+        await transport.terminate(token)
+        await transport.close()
+
+    asyncio.run(terminate())
+    assert asked == [("/terminate", sent)]
 
 
 @pytest.mark.parametrize(
