@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from fastgen.compile.capture.arena import SLAB, Arena
+from fastgen.compile.capture.arena import SLAB, Arena, Space
 
 
 def test_an_arena_gives_memory_again_and_the_same_to_the_same_requests() -> None:
@@ -36,6 +36,17 @@ def test_an_arena_gives_memory_again_and_the_same_to_the_same_requests() -> None
     size = arena.size_bytes
     assert [history(seed) for seed in range(5)] == first
     assert arena.size_bytes == size
+
+
+def test_an_odd_number_of_large_pieces_leaves_the_same_places_for_the_next_step() -> None:
+    """Large pieces come from either end in turn, and each step begins at the same one."""
+    space = Space(1600)
+    first = [space.take(400) for _ in range(3)]
+    assert first == [(0, 400), (1200, 1600), (400, 800)]
+    for piece in first:
+        assert piece is not None
+        space.give_back(piece)
+    assert [space.take(400) for _ in range(3)] == first
 
 
 def test_a_tensor_larger_than_what_an_arena_grows_by_gets_a_slab_of_its_size() -> None:

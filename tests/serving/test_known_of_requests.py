@@ -60,6 +60,10 @@ def test_the_engine_is_told_of_the_session_the_id_and_the_arrival_of_a_request(
             return await client.post(path, json=body, headers=headers)
 
     began_s = time.monotonic()
-    assert asyncio.run(run()).status_code == 200
+    response = asyncio.run(run())
+    assert (response.status_code, response.headers["content-type"]) == (
+        200,
+        "application/json",
+    )  # no stream unless asked
     assert (service.told["session"], service.told["request_id"]) == (session, "my-own")
     assert began_s <= service.told["arrived_s"] <= time.monotonic()
