@@ -105,9 +105,7 @@ _DECODES |= {"sm_89": _DECODES["sm_86"], "sm_100": _DECODES["sm_80"]}
 # 3.6 or by later ones.
 _CHUNKS_GATHERED = {"sm_90": {256: Tiling(64, 32, 8, 5), 576: Tiling(32, 32, 8, 5)}}
 _CHUNKS_GATHERED |= {"sm_100": _CHUNKS_GATHERED["sm_90"]}
-# Three programs fit where keys are gathered; with blocks of a whole KV tile they would spill by Triton 3.6.
-_DECODES_GATHERED = {arch: {128: Tiling(16, 64, 4, 3, programs_per_sm=3)} for arch in ("sm_80", "sm_90", "sm_100")}
-_DECODES_GATHERED["sm_80"][64] = Tiling(16, 64, 4, 2, programs_per_sm=4)
+_DECODES_GATHERED = {"sm_80": {64: Tiling(16, 64, 4, 2, programs_per_sm=4)}}
 # fp32 dots are exact, without tensor cores, and their operands lie in registers.
 _CHUNKS_FP32, _DECODES_FP32 = Tiling(16, 16, 8, 1), Tiling(16, 16, 4, 1, programs_per_sm=1)
 
@@ -126,8 +124,6 @@ def decode_tiling(shape: AttentionShape, arch: str) -> Tiling:
     if shape.dtype == "fp32" and arch != "interpret":
         return _DECODES_FP32
     tiling = _smallest_that_holds(_DECODES.get(arch, _DECODES["sm_86"]), _DECODES_GATHERED.get(arch, {}), shape)
-    if shape.sliding_window and (tiling.block_n, tiling.programs_per_sm) == (64, 3):
-        tiling = replace(tiling, programs_per_sm=2)  # a window takes registers too: with three some would spill
     largest = 64 if shape.head_dim <= 128 else 32
     block_m = min(max(16, power_of_2(shape.group_size)), largest)
     if block_m == tiling.block_m:
