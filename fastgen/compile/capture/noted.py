@@ -1,4 +1,4 @@
-"""What a step launched on a GPU, to be launched once more without the Python that did."""
+"""Notes what a step launches on a GPU, so that a capture can repeat it without running the modules."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fastgen.compile.capture.recording import call_library, recording
 class NotedStep:
     """Runs ``step``, and notes its launches and library calls with their addresses.
 
-    :meth:`again` makes the same calls on the same addresses. It takes a fifth of the time, since neither modules nor
-    checks run, and nothing is allocated. No tensor is kept alive, so intermediate results share memory, and the caller
-    says where that memory comes from and keeps it. As in a tape, a step is nothing but kernels and library calls.
+    :meth:`again` makes the same calls on the same addresses. Neither modules nor checks run then, and nothing is
+    allocated. No tensor is kept alive, so intermediate results share memory. The caller says where that memory comes
+    from and keeps it. As in a tape, a step is nothing but kernels and library calls.
     """
 
     def __init__(self, step: Callable[[], None]):
