@@ -23,7 +23,6 @@ from fastgen.compile.ops.attention.reference import paged_attention
 from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.ops.attention.tiling import Tiling, chunk_tilings, decode_tilings
 from fastgen.compile.ops.attention.triton import AttentionKernel, AttentionPlan, AttentionSpecs, attention_specs
-from fastgen.compile.ops.overlap import overlapped
 from fastgen.compile.spec import torch_dtype
 
 # Rounding to 16 bits may change this much: in bf16 a part of 2^-9, of the answer and of the weights before.
@@ -111,9 +110,7 @@ def build(
 
 def _specs(shape: AttentionShape, num_seqs: int, arch: str, cut: dict[str, Tiling] | None) -> AttentionSpecs:
     """Returns the kernels as engines launch them."""
-    specs = attention_specs(shape, max_num_seqs=num_seqs, arch=arch, **(cut or {}))
-    kernels = {name: overlapped(getattr(specs, name), arch) for name in ("plan", "chunks", "decodes")}
-    return replace(specs, **kernels)
+    return attention_specs(shape, max_num_seqs=num_seqs, arch=arch, **(cut or {})).overlapped(arch)
 
 
 def measure_case(

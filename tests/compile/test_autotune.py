@@ -23,7 +23,7 @@ from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder
 from fastgen.compile.build.triton_kernel import TritonKernel
 from fastgen.compile.host.device import current
-from fastgen.compile.ops.attention import tuning as attention_tuning
+from fastgen.compile.ops.attention import triton as attention_triton
 from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.ops.attention.tiling import chunk_tiling, chunk_tilings, decode_tiling, decode_tilings
 from fastgen.compile.ops.attention.tuning import tuned_tilings
@@ -415,7 +415,7 @@ def test_kernels_are_measured_as_they_are_launched(loader: KernelLoader, monkeyp
         seen.add(str(spec.parameters.get("kind", spec.op)) if spec.op.startswith("attention") else spec.op)
         return spec
 
-    for module in (attention_tuning, linear_tuning):
+    for module in (attention_triton, linear_tuning):
         monkeypatch.setattr(module, "overlapped", noted)
     loader.tuning = tuning(loader, falling_clock())
     tuned_tilings(AttentionShape(4, 2, 16, 16, "fp32", 0.25), 2, 2, loader, CPU)

@@ -52,8 +52,8 @@ def attend(
 ):
     """Takes KV tiles ``begin … end − 1`` into a query tile's softmax: ``acc`` and ``total`` are relative to ``best``.
 
-    Unless MASKED, every row sees every key of these tiles. With MASKED, what no row may see is not read either: it may
-    be another sequence's, or anything at all.
+    Unless MASKED, every row sees every key of these tiles. With MASKED, what no row may see takes no part: it may be
+    another sequence's, or anything at all.
     """
     in_tile = tl.arange(0, BLOCK_N)
     for tile in range(begin, end):

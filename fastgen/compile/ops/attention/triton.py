@@ -13,6 +13,7 @@ from torch import Tensor
 from fastgen.compile.build.builder import Kernel
 from fastgen.compile.ops.attention.shape import AttentionShape
 from fastgen.compile.ops.attention.tiling import Tiling, chunk_tiling, decode_tiling
+from fastgen.compile.ops.overlap import overlapped
 from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
 
 # A sequence with at most this many new tokens is a decode (a token and its drafts), one with more is a chunk.
@@ -36,6 +37,11 @@ class AttentionSpecs:
     plan: KernelSpec
     chunks: KernelSpec
     decodes: KernelSpec
+
+    def overlapped(self, arch: str) -> AttentionSpecs:
+        """Returns the kernels as engines launch them on ``arch``."""
+        launched = (overlapped(spec, arch) for spec in (self.plan, self.chunks, self.decodes))
+        return AttentionSpecs(self.shape, self.chunk, self.decode, *launched)
 
 
 @lru_cache(maxsize=256)  # layers of a model have few shapes

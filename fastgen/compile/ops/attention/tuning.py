@@ -20,7 +20,6 @@ from fastgen.compile.ops.attention.triton import (
     AttentionSpecs,
     attention_specs,
 )
-from fastgen.compile.ops.overlap import overlapped
 from fastgen.compile.spec import torch_dtype
 
 _NUM_DECODES, _KV_BYTES = 16, 256 << 20  # more keys and values than caches hold
@@ -42,12 +41,7 @@ def tuned_tilings(
             specs = attention_specs(
                 shape, max_num_seqs=max_num_seqs, arch=arch, chunk=cut["chunk"], decode=cut["decode"]
             )
-            specs = replace(
-                specs,
-                plan=overlapped(specs.plan, arch),
-                chunks=overlapped(specs.chunks, arch),
-                decodes=overlapped(specs.decodes, arch),
-            )
+            specs = specs.overlapped(arch)
             start = partial(_start, kind, specs, max_num_seqs, num_sms, loader, device)
             kernels, beside = (specs.chunks, specs.decodes), (specs.plan,)
             ways.append(Way(asdict(tiling), kernels, start, beside))
