@@ -6,7 +6,15 @@
 constexpr float INFINITE = __builtin_inff();
 
 INLINE f32v select(i32v which, f32v yes, f32v no) { return which ? yes : no; }
-INLINE f32v larger(f32v a, f32v b) { return select(a > b, a, b); }  // b where one is NaN
+INLINE f32v larger(f32v a, f32v b) {  // b where one is NaN
+#if FASTGEN_LANES == 16
+    return _mm512_max_ps(a, b);
+#elif FASTGEN_LANES == 8
+    return _mm256_max_ps(a, b);
+#else
+    return select(a > b, a, b);
+#endif
+}
 INLINE f32v magnitude(f32v x) { return bits_of<f32v>(bits_of<u32v>(x) & 0x7fffffffu); }
 
 // The same numbers, those of lane i + BY in lane i.

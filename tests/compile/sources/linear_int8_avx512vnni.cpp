@@ -156,8 +156,8 @@ INLINE f32v widen_fp16(const void* from) {
 // LANES numbers rounded to bf16: to the nearest, ties to even.
 INLINE u16v narrow_to_bf16(f32v v) { return bits_of<u16v>(_mm512_cvtneps_pbh(v)); }
 
-// The same numbers again, as they are rounded.
-INLINE f32v widen_bf16(u16v v) { return bits_of<f32v>(__builtin_convertvector(v, u32v) << 16); }
+// The numbers of two vectors rounded so, those of the first before those of the second: a pair for each lane.
+INLINE f32v narrow_to_bf16(f32v first, f32v second) { return bits_of<f32v>(_mm512_cvtne2ps_pbh(second, first)); }
 
 // `count` numbers rounded so.
 INLINE void narrow_to_bf16(const float* from, int64_t count, void* to) {

@@ -118,6 +118,9 @@ INLINE void finish_scores(const Batch& batch, const Task& task, int64_t head, in
 // the states so far.
 INLINE void weigh(const Batch& batch, const Task& task, int64_t head, int64_t r0, int64_t count, int64_t first_key,
                   float (*weights)[TILE], float* keep, State* states) {
+#if FASTGEN_BF16_DOT
+    const f32v ONES = bits_of<f32v>(all_lanes(0x3f803f80));  // in pairs
+#endif
     float before[LANES] = {}, origin[LANES] = {};
     for (int64_t r = 0; r < count; ++r) {
         finish_scores(batch, task, head, r0 + r, first_key, weights[r]);
@@ -130,14 +133,17 @@ INLINE void weigh(const Batch& batch, const Task& task, int64_t head, int64_t r0
     store(keep, power_of_2(load<f32v>(before) - load<f32v>(origin)));
     for (int64_t r = 0; r < count; ++r) {
         f32v sum = {};
-        for (int g = 0; g < GROUPS; ++g) {
+        const auto weight_of = [&](int g) {
             const f32v score = load<f32v>(weights[r] + g * LANES);
-            const f32v weight = power_of_2(fma(score, all_lanes(LOG2_OF_SCORE), all_lanes(-origin[r])));
+            return power_of_2(fma(score, all_lanes(LOG2_OF_SCORE), all_lanes(-origin[r])));
+        };
+        for (int g = 0; g < GROUPS; g += STEP) {
 #if FASTGEN_BF16_DOT
-            const u16v rounded = narrow_to_bf16(weight);
-            store(weights[r] + g * LANES / 2, rounded);  // overwrites scores that have been read
-            sum += widen_bf16(rounded);  // so that the mean of equal values is that value
+            const f32v pairs = narrow_to_bf16(weight_of(g), weight_of(g + 1));
+            store(weights[r] + g * LANES / 2, pairs);  // overwrites scores that have been read
+            sum = dot2(pairs, ONES, sum);  // of the weights as they are rounded, so that the mean of equal values is that value
 #else
+            const f32v weight = weight_of(g);
             store(weights[r] + g * LANES, weight);
             sum += weight;
 #endif
