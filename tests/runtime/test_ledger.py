@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from fastgen.runtime.config import parse_dtype
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.memory.ledger import MEANINGS, Ledger, LedgerRow, MemoryModel
+from fastgen.runtime.memory.sizes import EngineConfig
 from fastgen.runtime.memory.temporaries import Temporaries, demanding, sampling_of
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling.kept_formats import most_kept_bytes
@@ -236,3 +238,53 @@ def test_a_ledger_is_a_table_and_json() -> None:
     }
     assert ledger.arithmetic() == "matrices of int4 0.00 GiB + KV cache 0.00 GiB = 0.00 GiB"
     assert ledger.size_bytes("nothing") == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "scale", "sampling", "prompt_logprobs"),
+    [
+        # Hidden states of 128 tokens take 32 bytes each, logits of 10 rows 400 bytes each.
+        ("called", 1, 4096 + 4000 + 10_000, 4096 + 4000 + 64 * 400 + 6400),
+        ("called", 3000, 4096 + 320 + 30_000, 4096 + 4000 + 192_000),  # of few rows the head takes most
+        ("captured", 1, 10_000, 64 * 400 + 6400),
+        ("captured", 3000, 10_000, 192_000),
+    ],
+)
+def test_phases_take_the_larger_of_the_head_and_of_what_follows_it(
+    steps: str, scale: int, sampling: int, prompt_logprobs: int
+) -> None:
+    """The head takes ``scale`` bytes a row, sampling 1000 and the scores of a prompt 100."""
+    spec = SimpleNamespace(hidden_size=8, vocab_size=100)
+    build = SimpleNamespace(spec=spec, activation_dtype=torch.float32)
+    asked: list[tuple[int, int, int]] = []
+
+    def forward(*sizes: int) -> SimpleNamespace:
+        asked.append(sizes)
+        return SimpleNamespace(peak_bytes=777)
+
+    temporaries = Temporaries.__new__(Temporaries)
+    vars(temporaries).update(
+        _model=SimpleNamespace(
+            largest_tensor_bytes=555, forward=forward, logits=lambda rows: SimpleNamespace(peak_bytes=scale * rows)
+        ),
+        _build=build,
+        _backend=SimpleNamespace(steps=steps),
+        _sampling_bytes=lambda rows: 1000 * rows,
+        _scoring_bytes=lambda rows: 100 * rows,
+    )
+    config = EngineConfig(
+        token_budget=128,
+        max_num_seqs=5,
+        block_size=16,
+        num_blocks=9,
+        max_model_len=64,
+        num_kv_groups=1,
+        num_draft_tokens=1,
+    )
+    assert temporaries.phases(config) == {
+        "loading the largest tensor": 555,
+        "a forward pass of token_budget=128": 777,
+        "sampling max_num_seqs=5": sampling,
+        "prompt_logprobs": prompt_logprobs,
+    }
+    assert asked == [(128, 63, 16)]

@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,6 +101,23 @@ def test_sampling_is_fields_or_one_or_a_list(llm: LLM) -> None:
         llm.generate(PROMPT, sampling, temperature=1.0)
     with pytest.raises(InvalidArgumentError, match="must be a SamplingParams"):
         llm.generate(PROMPT, {"temperature": 1.0})
+
+
+@pytest.mark.parametrize("sampling", [5, "greedy", [SamplingParams(), 5], [5, SamplingParams()]])
+def test_what_is_no_sampling_is_refused(llm: LLM, sampling: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="must be a SamplingParams, or a list of one for each prompt"):
+        llm.generate([PROMPT, PROMPT], sampling)
+
+
+@pytest.mark.parametrize(("idle_s", "slept_s"), [(0.0, []), (0.002, [0.002]), (3.0, [0.005])])
+def test_a_step_that_waits_for_more_requests_sleeps_for_five_milliseconds_at_most(
+    idle_s: float, slept_s: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("fastgen.runtime.llm.time", SimpleNamespace(sleep=slept.append))
+    engine = SimpleNamespace(step=lambda: None, idle_s=idle_s)
+    LLM._step(SimpleNamespace(_lock=threading.RLock(), _open_engine=lambda: engine))  # type: ignore[arg-type]
+    assert slept == slept_s
 
 
 @pytest.mark.parametrize(

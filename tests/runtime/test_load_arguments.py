@@ -19,7 +19,7 @@ from fastgen.errors import InvalidArgumentError, ModelNotFoundError, RecipeError
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.models.checkpoint import hub
 from fastgen.options import LoadOptions
-from fastgen.runtime.arrangement import device_of_rank, threads_of_rank
+from fastgen.runtime.arrangement import check_arrangement, device_of_rank, threads_of_rank
 from fastgen.runtime.scheduling.policies import DynamicBatching
 from fastgen.runtime.scheduling.policies.orca import Orca
 from fastgen.runtime.scheduling.policies.splitfuse import SplitFuse
@@ -114,6 +114,22 @@ def test_the_number_of_threads(directory: Path) -> None:
 def test_ranks_share_the_threads(asked: int | None, cores: int, ranks: int, num_threads: int | None) -> None:
     options = LoadOptions(model="tiny-llama", num_threads=asked, tensor_parallel=ranks)
     assert threads_of_rank(options, Device("cpu", "some", 1 << 30, num_cores=cores)) == num_threads
+
+
+def test_at_most_two_ranks_share_a_core() -> None:
+    device = Device("cpu", "some", 1 << 30, num_cores=2)
+    check_arrangement(LoadOptions(model="tiny-llama", tensor_parallel=4), device)
+    message = "tensor_parallel=5: this machine has 2 cores, and at most two ranks share one; ask for at most 4"
+    with pytest.raises(InvalidArgumentError, match=message):
+        check_arrangement(LoadOptions(model="tiny-llama", tensor_parallel=5), device)
+
+
+@pytest.mark.parametrize("sealed", [True, "a bundle"])
+def test_a_bundle_is_for_one_rank(sealed: bool | str) -> None:
+    device = Device("cpu", "some", 1 << 30, num_cores=2)
+    check_arrangement(LoadOptions(model="tiny-llama", sealed=sealed), device)
+    with pytest.raises(InvalidArgumentError, match="tensor_parallel=2: a sealed bundle has the kernels of one rank"):
+        check_arrangement(LoadOptions(model="tiny-llama", sealed=sealed, tensor_parallel=2), device)
 
 
 @pytest.mark.parametrize(

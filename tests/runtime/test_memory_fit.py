@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,9 +18,9 @@ from fastgen.errors import OutOfMemoryError
 from fastgen.models.measure import ModelBuild
 from fastgen.options import LoadOptions
 from fastgen.runtime.config import resolve_engine_config
-from fastgen.runtime.memory.fit import nearest_that_fits
+from fastgen.runtime.memory.fit import default_num_blocks, nearest_that_fits
 from fastgen.runtime.memory.ledger import MemoryModel
-from fastgen.runtime.memory.sizes import AskedSizes
+from fastgen.runtime.memory.sizes import AskedSizes, EngineConfig
 from tests.draws import drawn
 from tests.runtime.test_engine_config import make_spec
 
@@ -124,6 +126,91 @@ def test_where_only_smaller_weights_help_their_formats_are_named() -> None:
         "no sizes of the engine help, but it fits with quantize='int8', or with quantize='int4'",
         "no sizes of the engine help, but it fits with quantize='int4', or with quantize='int8'",
     )
+
+
+class Figures:
+    """A memory model of round figures: an engine takes 1000 bytes, and 100 for each block."""
+
+    num_kv_groups = 2
+
+    def __init__(self, kind: Any, memory_bytes: int) -> None:
+        self.device = Device(kind=kind, name="test", memory_bytes=memory_bytes)
+
+    def block_bytes(self, block_size: int) -> int:
+        assert block_size == 16
+        return 100
+
+    def ledger(self, num_blocks: int) -> Any:
+        sizes = {"KV cache": 100 * num_blocks}
+        return SimpleNamespace(total_bytes=1000 + 100 * num_blocks, size_bytes=sizes.__getitem__)
+
+
+class Sized(int):
+    """Stands for the sizes of an engine with so many blocks."""
+
+    block_size = 16
+
+
+@pytest.mark.parametrize(
+    ("kind", "memory_bytes", "useful", "expected"),
+    [
+        ("cpu", 3000, None, 10),  # half of the 2000 bytes that are left
+        ("cpu", 2999, None, 9),
+        ("cpu", 3000, 9, 9),
+        ("cpu", 3000, 10, 10),
+        ("cpu", 3000, 11, 10),
+        ("cpu", 3000, 30, 10),
+        ("cpu", 3000, 99, 10),
+        ("cpu", 1100, None, 0),
+        ("cuda", 3000, None, 17),  # 2700 bytes in all
+        ("cuda", 2999, None, 16),
+        ("cuda", 3000, 17, 17),
+        ("cuda", 3000, 18, 17),
+    ],
+)
+def test_a_cache_has_its_share_of_the_memory_and_no_more_than_is_useful(
+    kind: str, memory_bytes: int, useful: int | None, expected: int
+) -> None:
+    memory = cast(Any, Figures(kind, memory_bytes))
+    assert default_num_blocks(memory, cast(Any, Sized), useful) == expected
+
+
+FULL = AskedSizes(kv_cache_memory=5000, token_budget=100, max_num_seqs=20, max_model_len=50, block_size=16)
+
+
+@pytest.mark.parametrize(
+    ("limit", "kv_cache_memory", "advice"),
+    [
+        # 6150 bytes are asked for.
+        (
+            6149,
+            5000,
+            "kv_cache_memory=4900, or with token_budget=99, or with max_num_seqs=19, or with max_model_len=49",
+        ),
+        (6060, 5000, "kv_cache_memory=4900, or with token_budget=91, or with max_num_seqs=2"),
+        (6000, 5000, "kv_cache_memory=4800, or with token_budget=85"),
+        (5200, 5000, "kv_cache_memory=4000, or with token_budget=10 and max_num_seqs=10"),
+        (5150, 5000, "kv_cache_memory=4000, or with token_budget=6 and max_num_seqs=6"),
+        (9000, 299, "kv_cache_memory=300"),  # three blocks are the least
+        (1450, 5000, "kv_cache_memory=300"),
+        # With 300 bytes for the cache 100 are left. At 102 of 1024 parts the other sizes take 99.
+        (400, 5000, "kv_cache_memory=300, token_budget=9, max_num_seqs=1, max_model_len=4 and block_size=1"),
+    ],
+)
+def test_advice_is_the_nearest_of_each_size_or_all_lowered_alike(limit: int, kv_cache_memory: int, advice: str) -> None:
+    """Here a token of the budget takes 10 bytes, a sequence 5 and a position 1."""
+
+    def resolve(memory: MemoryModel, asked: AskedSizes) -> EngineConfig:
+        kv_bytes, budget, num_seqs, length = (
+            asked.kv_cache_memory or 0, asked.token_budget or 0, asked.max_num_seqs or 0, asked.max_model_len or 0,
+        )  # fmt: skip
+        assert budget >= num_seqs
+        if kv_bytes < 300 or kv_bytes + 10 * budget + 5 * num_seqs + length > limit:
+            raise OutOfMemoryError("too large")
+        return cast(Any, None)
+
+    asked = replace(FULL, kv_cache_memory=kv_cache_memory)
+    assert nearest_that_fits(cast(Any, Figures("cpu", 0)), asked, asked, resolve) == f"it fits with {advice}"
 
 
 @pytest.mark.slow

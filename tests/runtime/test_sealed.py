@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import fastgen
@@ -25,6 +26,9 @@ from fastgen.compile.host.device import current
 from fastgen.errors import BundleError, InvalidArgumentError
 from fastgen.models.checkpoint import hub
 from fastgen.models.checkpoint.builtins import BUILTINS
+from fastgen.models.registry.registry import find_recipe
+from fastgen.options import LoadOptions
+from fastgen.runtime.targets import bundle_flags, parse_quantize
 from tests.runtime.checkpoints import save_checkpoint
 
 MODEL = "tiny-llama"
@@ -219,3 +223,33 @@ def test_for_another_target_or_none(bundles: BuildBundle) -> None:
         fastgen.load(MODEL, sealed=3)  # type: ignore[arg-type]
     with pytest.raises(BundleError, match="is no bundle of kernels"):
         fastgen.load(MODEL, sealed="no/such/directory")
+
+
+def test_a_bundle_is_about_the_model_and_the_flags_that_were_given() -> None:
+    options = LoadOptions(model=MODEL)
+    assert bundle_flags(options, torch.bfloat16, block_size=16, max_num_seqs=None) == {
+        "model": MODEL,
+        "dtype": "bfloat16",
+        "block_size": "16",
+    }
+    given: dict[str, Any] = {"quantize": "int8", "revision": "main", "allow_config_keys": ("a", "b")}
+    flags = {"model": "some/model", "dtype": "float32", "quantize": "int8", "block_size": "8", "max_num_seqs": "5"}
+    flags |= {"revision": "main", "allow_config_key": "a b"}
+    for recipe in ("llama", Path("recipes") / "mine.yaml"):
+        options = LoadOptions(model=Path("some") / "model", recipe=recipe, **given)
+        found = bundle_flags(options, torch.float32, block_size=8, max_num_seqs=5)
+        assert found == flags | {"recipe": str(recipe)}
+    recipe = find_recipe({"architectures": ["LlamaForCausalLM"]})
+    options = LoadOptions(model="some/model", recipe=recipe, **given)
+    assert bundle_flags(options, torch.float32, block_size=8, max_num_seqs=5) == flags, "no flag stands for an object"
+
+
+def test_formats_are_those_that_a_target_multiplies() -> None:
+    assert parse_quantize(None, "triton") is None
+    assert parse_quantize("int4", "cpp") == "int4"
+    with pytest.raises(InvalidArgumentError) as caught:
+        parse_quantize("int4", "triton")
+    message = str(caught.value)
+    assert message.startswith("quantize='int4': target='triton' knows 'int8_weight_only'")
+    assert message.count("target='triton'") == 1
+    assert "target='cpp' knows 'int8', 'int8_weight_only', 'int4'" in message

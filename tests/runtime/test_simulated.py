@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.runtime.scheduling.policies import Policy, choose_policy
+from fastgen.runtime.scheduling.policies import DynamicBatching, Policy, choose_policy
 from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
 from fastgen.runtime.simulated import Arrival, SimulatedServer
 from fastgen.runtime.step_cost.cost import StepCost
+from fastgen.runtime.step_cost.sight import Sight
 from fastgen.runtime.step_cost.work import StepWork
 from tests.fast import cases
 
@@ -68,6 +71,38 @@ def test_a_batch_that_is_not_the_last_one_a_token_further_takes_the_time_to_buil
     assert second.output().metrics.gaps_s == pytest.approx([0.015, 0.010])
 
 
+def test_host_and_device_take_longer_by_the_same_factor() -> None:
+    device = SimulatedServer(StepCost(tokens=((1, 1.0),), host_s=0.5, scatter=(2.0,)), **SMALL)
+    (answered,) = device.serve([Arrival(0.0, [1, 2], SamplingParams(max_new_tokens=4))])
+    assert answered.output().metrics.gaps_s == [3.0] * 3
+
+
+@pytest.mark.parametrize("makes_tokens", [False, True])
+def test_layers_with_a_window_read_no_more_than_it(makes_tokens: bool) -> None:
+    """The prompt reads its 20 positions; a token reads the last 8."""
+    cost = StepCost(tokens=((1, 0.0),), context_s=0.5, pair_s=0.25, sights=(Sight(8, 1.0, 1.0),))
+    device = SimulatedServer(cost, **SMALL, makes_tokens=makes_tokens)
+    (answered,) = device.serve([Arrival(0.0, [1] * 20, SamplingParams(max_new_tokens=3))])
+    first_s = 10.0 + 0.25 * (36 + 12 * 8)
+    assert answered.completions[0].token_times_s == [first_s, first_s + 4.0, first_s + 8.0]
+
+
+@pytest.mark.parametrize(("windows", "expected"), [((None,), 49 * 16), ((None, 8), 24 * 16)])
+def test_a_sequence_is_by_default_as_long_as_the_cache_allows(windows: tuple[int | None, ...], expected: int) -> None:
+    device = SimulatedServer(COST, **SMALL, windows=windows)
+    assert device.max_model_len == device.engine.max_model_len == expected
+    assert SimulatedServer(COST, **SMALL, max_model_len=33).max_model_len == 33
+
+
+def test_time_passes_while_a_batch_is_awaited() -> None:
+    """A batch of two begins when the second comes, or half a second after the first."""
+    device = SimulatedServer(StepCost(tokens=((1, 1.0),)), **SMALL, policy=DynamicBatching(2, 0.5))
+    one = SamplingParams(max_new_tokens=1)
+    answered = device.serve([Arrival(at_s, [1, 2], one) for at_s in (0.0, 10.0, 10.25, 20.0)])
+    assert [each.completions[0].token_times_s for each in answered] == [[1.5], [11.25], [11.25], [21.5]]
+    assert device.clock.now_s == 21.5
+
+
 @pytest.mark.parametrize(("sizes", "num_padding"), [(captured_sizes(64), 3), ((), 0)])
 def test_tokens_that_pad_a_step_are_counted_where_steps_are_padded(sizes: tuple[int, ...], num_padding: int) -> None:
     device = SimulatedServer(StepCost(tokens=((1, 0.010),), sizes=sizes), **SMALL)
@@ -85,6 +120,29 @@ def test_a_counted_answer_that_is_cancelled_has_the_times_of_its_tokens() -> Non
     times_s = second.completions[0].token_times_s
     assert (len(times_s), second.completions[0].finish_reason) == (20, "length")
     assert first.completions[0].token_times_s == times_s[:5]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_counted_answers_have_the_times_of_those_with_tokens(seed: int) -> None:
+    """Also where sequences are preempted and requests are cancelled."""
+    lived = []
+    for makes_tokens in (True, False):
+        draw, generations = random.Random(seed), list[Generation]()
+        device = SimulatedServer(COST, token_budget=16, max_num_seqs=4, num_blocks=14, makes_tokens=makes_tokens)
+        for _ in range(120):
+            if draw.random() < 0.2:
+                sampling = SamplingParams(max_new_tokens=draw.randint(1, 40), ignore_eos=True)
+                generations.append(device.engine.submit([1] * draw.randint(1, 60), sampling))
+            cancelled = draw.choice(generations) if generations and draw.random() < 0.05 else None
+            if cancelled is not None and not cancelled.finished:
+                device.engine.cancel(cancelled)
+            device.engine.step()
+        device.run()
+        ended = [generation.completions[0] for generation in generations]
+        lived.append([(each.finish_reason, each.token_times_s, each.sequence.num_preemptions) for each in ended])
+    assert lived[0] == lived[1]
+    assert {reason for reason, _, _ in lived[0]} == {"length", "cancelled"}
+    assert any(num_preemptions for _, _, num_preemptions in lived[0])
 
 
 def test_noise_follows_the_seed() -> None:
@@ -198,6 +256,18 @@ def test_a_step_without_decodes_misses_no_target() -> None:
     device = server(choose_policy("splitfuse", 5))  # a step takes 8 ms at least
     device.serve([Arrival(0.0, [1] * 100, SamplingParams(max_new_tokens=1))])
     assert device.engine.metrics.snapshot().itl_target_missed_total == 0
+
+
+@pytest.mark.parametrize(("itl_target_ms", "num_missed"), [(500, 0), (499, 9)])
+def test_a_step_misses_the_target_where_it_takes_longer(itl_target_ms: float, num_missed: int) -> None:
+    """Nine steps of exactly 500 ms have decodes, behind that of the prompt."""
+    policy = choose_policy("splitfuse", itl_target_ms)
+    device = SimulatedServer(StepCost(tokens=((1, 0.5),)), **SMALL, policy=policy)
+    device.serve([Arrival(0.0, [1, 2], SamplingParams(max_new_tokens=10))])
+    found = device.engine.metrics.snapshot()
+    assert found.itl_target_missed_total == num_missed
+    assert (found.queue_seconds.sum, found.ttft_seconds.sum, found.request_seconds.sum) == (0.0, 0.5, 5.0)
+    assert (found.gap_seconds.sum, found.gap_seconds.count, found.ranks) == (4.5, 9, 1)
 
 
 def test_drafts_keep_to_the_target_too() -> None:

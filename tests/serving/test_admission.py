@@ -344,3 +344,72 @@ def test_nothing_is_predicted_after_a_minute_without_a_step() -> None:
         door.now_s = now_s
         door.admission.observe(metrics)
         assert (door.admission.predict(512) is not None) == is_known
+
+
+def test_what_is_no_more_than_a_limit_of_time_is_admitted() -> None:
+    door = Door(ttft_slo_s=1.0)
+    door.admission.observe(engine({1: 0.01, 512: 0.5}))
+    door.admission.admit(1024, ANSWER)  # two steps of 0.5 s
+    door = Door(itl_target_ms=31.25)
+    door.admission.observe(engine({1: 0.015625, 2: 0.03125}))
+    for _ in range(2):  # steps of two take 31.25 ms
+        door.admission.admit(1, ANSWER)
+
+
+def test_one_prediction_serves_the_refusals_of_a_tenth_of_a_second() -> None:
+    door = Door(max_queued_requests=1)
+    door.admission.observe(engine({1: 0.01, 512: 1.0}))
+    door.admission.admit(4 * 512, ANSWER)
+    told_s = door.refusal(10).predicted_ttft_s
+    door.now_s = 0.1
+    assert door.refusal(10).predicted_ttft_s == told_s
+    door.now_s = 0.11
+    assert door.refusal(10).predicted_ttft_s != told_s
+
+
+def test_a_few_lookups_move_what_is_expected_of_the_prefix_cache_by_their_share_of_ten_thousand() -> None:
+    door = Door()
+    # First half of the tokens are found, then none of 1000, then half of 1000.
+    for looked_up, hits, expected_share in ((10_000, 5_000, 0.5), (11_000, 5_000, 0.55), (12_000, 5_500, 0.545)):
+        door.admission.observe(engine({1: 0.01, 512: 0.1}, looked_up=looked_up, hits=hits))
+        found = door.admission.predict(1000 * 512)
+        assert found is not None
+        assert found.ttft_s == pytest.approx(100 * expected_share)
+
+
+def test_a_request_goes_to_the_engine_with_fewer_open_requests_where_no_prompts_wait() -> None:
+    door = Door()
+    door.admission.end()
+    for replica, step_s in (("a", 0.1), ("b", 0.2)):
+        door.admission.begin(FACTS, replica)
+        door.admission.observe(engine({1: step_s, 512: step_s}), replica)
+    admitted = [door.admission.admit(1, ANSWER)]
+    admitted[0].routed("a")
+    admitted[0].started()
+
+    def expected_s() -> float:
+        found = door.admission.predict(1)
+        assert found is not None
+        return found.ttft_s
+
+    assert expected_s() == pytest.approx(0.2), "at b"
+    for _ in range(2):
+        admitted.append(door.admission.admit(1, ANSWER))
+        admitted[-1].routed("b")
+        admitted[-1].started()
+    assert expected_s() == pytest.approx(0.1), "at a"
+
+
+def test_a_request_that_has_ended_or_goes_to_an_unknown_engine_stays_where_it_was() -> None:
+    door = Door(max_queued_requests=2)
+    door.admission.begin(FACTS, "b")
+    ended, waiting = door.admission.admit(10, ANSWER), door.admission.admit(10, ANSWER)
+    ended.ended()
+    for replica in ("b", ""):
+        ended.routed(replica)
+    waiting.routed("never heard of")
+    door.admission.admit(10, ANSWER)
+    assert "2 requests wait" in str(door.refusal(10))
+    waiting.ended()
+    door.admission.admit(10, ANSWER)
+    door.refusal(10)

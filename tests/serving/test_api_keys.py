@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.serving.api_keys import API_KEY_VARIABLE, ApiKeys
+from fastgen.serving.api_keys import API_KEY_VARIABLE, ApiKeys, bearer
 from fastgen.serving.isolated.processes import _Process
 from fastgen.serving.refusals import UnauthorizedError
 
@@ -66,3 +66,32 @@ def test_processes_that_work_for_the_server_are_not_told_the_keys(monkeypatch: p
     process.end()
     assert b"FASTGEN_SOMETHING=else" in seen
     assert b"a-secret" not in seen
+
+
+@pytest.mark.parametrize(
+    ("authorization", "key"),
+    [
+        (None, None),
+        ("", None),
+        ("Bearer", None),
+        ("Bearer  ", None),
+        ("Bearer one", "one"),
+        ("bEARER  one ", "one"),
+        ("Basic one", None),
+        ("one", None),
+    ],
+)
+def test_a_key_follows_the_word_bearer(authorization: str | None, key: str | None) -> None:
+    assert bearer(authorization) == key
+
+
+def test_keys_are_handed_on_as_their_digests() -> None:
+    digests = ApiKeys(["one"]).digests
+    assert digests == ["7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed"]
+    both = ApiKeys(["two"]).with_digests(digests)
+    for key in ("one", "two"):
+        both.check(key)
+    with pytest.raises(UnauthorizedError):
+        both.check("three")
+    assert (bool(both), bool(ApiKeys().with_digests([]))) == (True, False)
+    ApiKeys().check(None)

@@ -37,3 +37,21 @@ def test_a_server_takes_each_batch(request_: ClientRequest) -> None:
     for batch in batches([request_] * 20, 16):
         bodies: list[dict[str, Any]] = [{"prompt": each.prompt, **each.fields} for each in batch]
         check_json_size(json.dumps({"requests": bodies}).encode())
+
+
+@pytest.mark.parametrize(
+    ("requests", "sizes"),
+    [
+        # A body may have 1,048,576 token ids.
+        ([ClientRequest({}, prompt=[7] * 524_288)] * 3, [2, 1]),
+        ([ClientRequest({}, prompt=[7] * 524_289)] * 3, [1, 1, 1]),
+        ([ClientRequest({}, prompt=[7] * (1 << 20)), ClientRequest({}, prompt=[7])], [1, 1]),
+        # Each of 1024 biases is as much as sixteen of them, and a text is none.
+        ([ClientRequest({"logit_bias": dict.fromkeys(range(1024), 0.5)}, prompt=[7] * 507_904)] * 3, [2, 1]),
+        ([ClientRequest({"logit_bias": dict.fromkeys(range(1024), 0.5)}, prompt=[7] * 507_905)] * 3, [1, 1, 1]),
+        ([ClientRequest({}, prompt="a" * (1 << 19))] * 16, [16]),
+        ([ClientRequest({}, prompt=[7] * 524_288), ClientRequest({}, messages=[{"content": "a"}])] * 2, [4]),
+    ],
+)
+def test_a_batch_is_as_large_as_it_may_be(requests: list[ClientRequest], sizes: list[int]) -> None:
+    assert [len(batch) for batch in batches(requests, 16)] == sizes

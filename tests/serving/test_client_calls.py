@@ -170,3 +170,54 @@ def test_a_client_that_cannot_be_made_leaves_no_thread() -> None:
 )
 def test_an_address_is_told_from_a_name(name: str, expected: bool) -> None:
     assert is_address(name) is expected
+
+
+class NotingTransport(PlayedTransport):
+    """Notes what is checked together and how many requests are sent at once, and refuses some as it checks them."""
+
+    def __init__(self, wrong: str = ""):
+        super().__init__()
+        self._wrong = wrong
+        self.checked: list[int] = []
+        self.num_now = self.num_most = 0
+
+    async def check(self, requests: Sequence[ClientRequest]) -> list[str | None]:
+        self.checked.append(len(requests))
+        return ["too long" if request.prompt == self._wrong else None for request in requests]
+
+    async def generate(self, request: ClientRequest) -> str:
+        self.num_now += 1
+        self.num_most = max(self.num_most, self.num_now)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        self.num_now -= 1
+        return await super().generate(request)
+
+
+def test_a_server_has_64_requests_of_a_call_at_once_and_checks_16_together() -> None:
+    transport, prompts = NotingTransport(), [str(number) for number in range(70)]
+    assert asked(transport, *prompts) == prompts
+    assert (transport.num_most, transport.checked) == (64, [16, 16, 16, 16, 6])
+
+
+@pytest.mark.parametrize("index", [0, 15, 16, 33, 34])
+def test_the_prompt_that_is_wrong_is_named_by_its_place_in_the_call(index: int) -> None:
+    transport = NotingTransport(str(index))
+    with pytest.raises(InvalidArgumentError, match=f"^prompt {index}: too long$"):
+        asked(transport, *map(str, range(35)))
+    assert transport.asked == {}, "none is sent"
+
+
+def test_two_prompts_are_checked_and_one_alone_is_only_sent() -> None:
+    for prompts, checked in ((["a"], []), (["a", "b"], [2])):
+        transport = NotingTransport()
+        asked(transport, *prompts)
+        assert (transport.asked.total(), transport.checked) == (len(prompts), checked)
+
+
+def test_a_request_is_sent_a_hundred_times_while_no_other_is_answered(delays: list[float]) -> None:
+    transport = PlayedTransport(a=ENDLESS, b=ENDLESS)
+    with pytest.raises(OverloadedError):
+        asked(transport, "a", "b")
+    assert transport.asked["a"] == 100
+    assert set(delays) == {2.5}

@@ -11,8 +11,10 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from fastgen import ownership
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.runtime.scheduling.policies import DynamicBatching
 from fastgen.serving import detached
+from fastgen.serving.api_keys import ApiKeys
 from fastgen.serving.clients import deployments as module
 from fastgen.serving.clients.deployments import (
     MAX_FILE_BYTES,
@@ -33,6 +36,7 @@ from fastgen.serving.clients.deployments import (
     process_birth,
     registered,
 )
+from fastgen.serving.ending import Ending
 from fastgen.serving.monitoring.log import set_up_logging
 from tests.runtime.checkpoints import save_checkpoint, save_tokenizer
 
@@ -425,3 +429,99 @@ def test_a_directory_that_others_can_write_to_is_refused(
         log.flush()
         assert "clients cannot find this server by its name" in capfd.readouterr().err
     assert list(directory.iterdir()) == []
+
+
+def test_only_its_user_can_read_the_file_of_a_server(directory: Path) -> None:
+    directory.parent.mkdir()
+    mask = os.umask(0)
+    try:
+        with registered(stand_in("one")):
+            (file,) = directory.iterdir()
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600
+            assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    finally:
+        os.umask(mask)
+
+
+def test_a_file_that_was_left_half_written_is_replaced(directory: Path) -> None:
+    with registered(stand_in("one")):
+        (file,) = directory.iterdir()
+        file.with_suffix(".new").write_text("{")
+        with registered(stand_in("another")):
+            assert [one.name for one in deployments()] == ["another"]
+            assert list(directory.iterdir()) == [file]
+    assert list(directory.iterdir()) == []
+
+
+def test_a_file_may_have_65536_bytes(directory: Path) -> None:
+    with registered(stand_in("one")):
+        (file,) = directory.iterdir()
+        text = file.read_text()
+        for size, names in ((65_536, ["one"]), (65_537, [])):
+            file.write_text(" " * (size - len(text)) + text)
+            assert [one.name for one in deployments()] == names
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_servers_that_began_together_are_listed_by_their_processes(
+    directory: Path, is_reversed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    births = {pid: str(process_birth(pid)) for pid in (os.getpid(), os.getppid())}
+    with ExitStack() as entries:
+        for pid, birth in births.items():
+            entries.enter_context(registered(stand_in(str(pid), pid=pid, birth=birth)))
+            os.utime(directory / f"{HERE}-{pid}.json", (100, 100))
+        files = sorted(directory.glob("*.json"), reverse=is_reversed)
+        monkeypatch.setattr(module, "deployments_directory", lambda: SimpleNamespace(glob=lambda pattern: files))
+        assert [one.pid for one in deployments()] == sorted(births)
+
+
+def test_the_birth_of_a_process_is_its_start_in_ticks_of_the_system() -> None:
+    def ticks() -> float:
+        return float(Path("/proc/uptime").read_text().split()[0]) * os.sysconf("SC_CLK_TCK")
+
+    before = ticks()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        birth = process_birth(process.pid)
+        process.kill()
+    assert before - 2 <= int(str(birth)) <= ticks() + 2
+
+
+def test_a_process_of_a_system_without_proc_is_not_disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signals: list[tuple[int, int]] = []
+    monkeypatch.setattr("fastgen.serving.clients.deployments.Path", lambda name: tmp_path / name[1:])
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))
+    assert process_birth(os.getpid()) == "unknown"
+    assert signals == [(os.getpid(), 0)]
+
+
+def test_the_token_of_a_server_is_not_printed() -> None:
+    for one in (stand_in("one"), Ending("secret", ApiKeys(), lambda: None)):
+        assert "secret" not in repr(one)
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_detached_server_has_a_session_of_its_own_and_writes_errors_to_the_terminal_or_its_log(
+    directory: Path, is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, Any] = {}
+
+    class Started:
+        def __init__(self, command: list[str], **given: Any):
+            found.update(given, command=command, log=os.readlink(f"/proc/self/fd/{given['stdout'].fileno()}"))
+            self.stdin = io.BytesIO()
+            os.write(given["pass_fds"][0], json.dumps({"deployment": asdict(stand_in("one"))}).encode())
+
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return is_terminal
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    monkeypatch.setattr(sys, "stderr", Stream())
+    fastgen.serve("tiny-opt", port=0).close()
+    assert found["command"][:-1] == [sys.executable, "-m", "fastgen.serving.detached"]
+    assert found["start_new_session"]
+    assert found["pass_fds"] == (int(found["command"][-1]),)
+    assert found["stderr"] is (None if is_terminal else found["stdout"])
+    assert found["env"]["FASTGEN_SERVE_LOG"] == found["log"]
+    assert Path(found["log"]).parent == directory

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import pytest
 
 import fastgen
 from fastgen.models.checkpoint import hub
+from fastgen.serving import run as serving_run
 from fastgen.serving.clients.deployments import this_deployment
 from fastgen.serving.http.server import FLUSH_S
 from fastgen.serving.options import ServeOptions
@@ -232,3 +234,166 @@ def test_the_address_of_a_server_is_a_url(name: tuple[Any, ...], is_encrypted: b
     file = Path("a.pem") if is_encrypted else None
     listener: Any = SimpleNamespace(getsockname=lambda: name)
     assert _address(ServeOptions(tls_cert=file, tls_key=file), listener) == address
+
+
+def test_the_command_to_try_is_whole() -> None:
+    one = this_deployment(
+        name="stories",
+        model="tiny-llama",
+        address="https://127.0.0.1:1",
+        grpc_address=None,
+        certificate=Path("a.pem"),
+        token="secret",
+    )
+    assert one.certificate == str(Path("a.pem").absolute())
+    for needs_key, key in ((True, " -H 'authorization: Bearer KEY'"), (False, "")):
+        assert announcement(one, needs_key=needs_key).splitlines()[1] == (
+            "fastgen: try  curl https://127.0.0.1:1/v1/completions -H 'content-type: application/json'"
+            f"{key} -d "
+            """'{"model": "stories", "prompt": "Once upon a time", "max_tokens": 32}'"""
+        )
+
+
+def test_connections_that_are_left_at_the_second_signal_are_cut_and_none_is_waited_for() -> None:
+    async def run() -> None:
+        endings, aborted = Endings(), list[str]()
+        connections = [SimpleNamespace(transport=SimpleNamespace(abort=lambda: aborted.append("cut")))]
+        http: Any = SimpleNamespace(
+            should_exit=False, force_exit=False, server_state=SimpleNamespace(connections=connections)
+        )
+        calls: list[tuple[str, float]] = []
+        parts: list[Any] = [Stuck(name, "", calls, asyncio.Event()) for name in ("engine", "gRPC")]
+        endings.second.set()
+
+        async def serve() -> None:
+            while not http.force_exit:
+                await asyncio.sleep(0.001)
+
+        async with asyncio.timeout(WAIT_S):
+            await stop_all(*parts, http, asyncio.create_task(serve()), endings)
+        assert (http.should_exit, http.force_exit, aborted) == (True, True, ["cut"])
+        await stop_all(*parts, http, None, endings)  # HTTP has not begun
+
+    asyncio.run(run())
+
+
+class Parts:
+    """The parts of a server, which note what is asked of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.calls: list[str] = []
+        self.service_given: dict[str, Any] = {}
+        self.http = SimpleNamespace(
+            should_exit=False,
+            server_state=SimpleNamespace(connections=[]),
+            serve=self._serve,
+            leave=lambda: self.calls.append("HTTP leaves"),
+        )
+        grpc = SimpleNamespace(
+            address=None,
+            start=self._noting("gRPC starts"),
+            leave=self._noting("gRPC leaves"),
+            stop=self._noting("gRPC stops"),
+        )
+        service = SimpleNamespace(
+            metrics=SimpleNamespace(log_line_dropped=None),
+            model_name="m",
+            facts=SimpleNamespace(ledger=""),
+            engine=SimpleNamespace(failed=self._never),
+            start=self._noting("the engine starts"),
+            drain=self._noting("the engine drains"),
+            stop=self._noting("the engine stops"),
+        )
+
+        def make_service(arguments: Any, **given: Any) -> Any:
+            self.service_given = given
+            return service
+
+        def make_grpc(*given: Any, is_shared: bool) -> Any:
+            self.calls.append(f"gRPC{' shares its port' * is_shared}")
+            return grpc
+
+        for name, value in {
+            "Service": make_service,
+            "GrpcServer": make_grpc,
+            "HttpServer": lambda *given: self.http,
+            "create_app": lambda *given: SimpleNamespace(include_router=lambda routes: None),
+            "terminate_routes": lambda ending: None,
+            "prepare": self._noting("prepared"),
+            "close_slow": self._noting("closed"),
+            "warn_if_open": lambda options: None,
+            "within_file_limit": lambda options: options,
+            "registered": lambda deployment: nullcontext(),
+            "write_text": lambda *given: None,
+            "listen": self._bound("has"),
+            "bind_shared": self._bound("shares"),
+        }.items():
+            monkeypatch.setattr(serving_run, name, value)
+
+    def _noting(self, what: str) -> Any:
+        async def called(*given: Any) -> None:
+            if what not in ("prepared", "closed"):
+                self.calls.append(" ".join([what, *(f"{each:g}" for each in given)]))
+
+        return called
+
+    async def _never(self) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    async def _serve(self, sockets: list[Any]) -> None:
+        while not self.http.should_exit:
+            await asyncio.sleep(0.001)
+
+    def _bound(self, how: str) -> Any:
+        def bind(host: str, port: int) -> Any:
+            self.calls.append(f"{how} {host}:{port}")
+            return SimpleNamespace(
+                listen=lambda backlog: self.calls.append(f"listens at {port}"),
+                close=lambda: self.calls.append(f"closes {port}"),
+                getsockname=lambda: (host, port),
+            )
+
+        return bind
+
+    def serve(self, *, make_engine: Any = None, **given: Any) -> None:
+        """Serves until a signal comes, which comes as soon as the server is ready."""
+        log: Any = SimpleNamespace(flush=lambda: None)
+        options = ServeOptions(drain_timeout_s=7.5, engine_timeout_s=8.5, name="m", port=81, **given)
+
+        def ready(deployment: Any) -> None:
+            self.calls.append(f"ready at {deployment.address}")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        async def run() -> None:
+            async with asyncio.timeout(WAIT_S):
+                await serving_run._run({"model": "m"}, options, ready, lambda: None, log, make_engine)
+
+        asyncio.run(run())
+
+
+ENDED = ["the engine drains 7.5", "the engine stops 5", "gRPC stops 5", "closes 81"]
+
+
+def test_a_server_with_an_engine_of_its_own_listens_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts(monkeypatch)
+    parts.serve(grpc_port=82)
+    assert parts.calls == [
+        *("has 127.0.0.1:81", "gRPC", "listens at 81", "gRPC starts"),
+        *("the engine starts", "ready at http://127.0.0.1:81", *ENDED),
+    ]
+    assert parts.service_given["engine_timeout_s"] == 8.5
+    assert parts.service_given["make_engine"] is None
+
+
+@pytest.mark.parametrize("grpc_port", [None, 82])
+def test_a_server_that_may_replace_another_listens_once_it_can_answer_and_leaves_before_it_ends(
+    grpc_port: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(monkeypatch)
+    parts.serve(make_engine=lambda watcher: None, grpc_port=grpc_port)
+    assert parts.calls == [
+        *("shares 127.0.0.1:81", *["shares 127.0.0.1:82", "closes 82"] * (grpc_port is not None)),
+        *("gRPC shares its port", "the engine starts", "listens at 81", "gRPC starts"),
+        *("ready at http://127.0.0.1:81", "HTTP leaves", "gRPC leaves 12.5", *ENDED),
+    ]

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -26,6 +26,7 @@ from fastgen.runtime.scheduling.policies import DynamicBatching
 from fastgen.runtime.simulated import SimulatedServer
 from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.runtime.text.codec import TextCodec
+from fastgen.serving.engine import messages
 from fastgen.serving.engine import process as engine_process
 from fastgen.serving.engine.client import EngineClient
 from fastgen.serving.engine.messages import (
@@ -40,7 +41,11 @@ from fastgen.serving.engine.messages import (
     to_server,
     unpack_sampling,
 )
+from fastgen.serving.isolated.encoding import encoder as encoder_messages
+from fastgen.serving.isolated.grammars import trial
 from fastgen.serving.isolated.processes import HelperEndedError, HelperProcesses
+from fastgen.serving.isolated.templates import renderer
+from fastgen.serving.monitoring import live
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
 from tests.serving.fake_engine import FACTS
@@ -298,3 +303,16 @@ def test_what_fails_in_the_engine_for_one_request_leaves_the_others(monkeypatch:
                 assert progress.end.first_token_ago_s == pytest.approx(sum(progress.end.metrics.gaps_s))
     assert num_tokens == {1: 3, 3: 2}
     assert not engine.has_work  # nothing is left of the one that could not be queued
+
+
+@pytest.mark.parametrize("module", [messages, live, encoder_messages, trial, renderer])
+def test_messages_do_not_repeat_the_names_of_their_fields(module: ModuleType) -> None:
+    found = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+    assert found
+    by_name = {each.__name__ for each in found if not each.__struct_config__.array_like}
+    assert by_name <= {"Struct", "LiveGaps", "LiveBlocks", "LiveView"}, "these are told once a view"
+
+
+def test_a_message_to_the_engine_is_its_name_and_its_values() -> None:
+    told = msgspec.msgpack.decode(encoder.encode(Submit(7, [5, 6], {"n": 2}, is_stream=True)))
+    assert told == ["submit", 7, [5, 6], {"n": 2}, True]

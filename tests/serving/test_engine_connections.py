@@ -380,3 +380,46 @@ def test_an_engine_that_has_lost_a_rank_ends_with_the_reason(process: Process, m
     monkeypatch.setattr(process.engine.runner, "lost", "rank 1 does not answer")
     with pytest.raises(RankError, match="rank 1 does not answer"):
         process.run(lambda: False)
+
+
+def test_a_socket_to_a_server_takes_what_comes_and_notices_silence_after_ten_seconds() -> None:
+    with zmq.Context() as context, remote_socket(context) as socket:
+        for option, value in (
+            (zmq.HEARTBEAT_IVL, 2000),
+            (zmq.HEARTBEAT_TIMEOUT, 10_000),
+            (zmq.HEARTBEAT_TTL, 10_000),
+            (zmq.MAXMSGSIZE, 1 << 30),
+            (zmq.LINGER, 0),
+            (zmq.SNDHWM, 0),
+            (zmq.RCVHWM, 0),
+        ):
+            assert socket.getsockopt(option) == value
+
+
+def test_the_later_tokens_of_a_stream_wait_for_five_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("fastgen.serving.engine.process.time", SimpleNamespace(monotonic=lambda: now_s))
+    with played() as process:
+        process.parent.send(submit(1, 20))
+        num_tokens = []
+        for now_s in (1000.0, 1000.1, 1000.104, 1000.106, 1000.11, 1000.112):  # noqa: B007
+            process.parent.got.clear()
+            process.loop._receive()
+            process.engine.step()
+            process.loop._report()
+            process.parent.take()
+            num_tokens.append(process.parent.num_tokens.get(1, 0))
+    assert num_tokens == [1, 1, 0, 2, 0, 2]
+
+
+def test_a_status_comes_four_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, reported_s = 1000.0, list[float]()
+    monkeypatch.setattr("fastgen.serving.engine.process.time", SimpleNamespace(monotonic=lambda: now_s))
+    with played() as process:
+        for number in range(9):
+            now_s = 1000.0 + number / 8
+            process.loop._report()
+            process.parent.take()
+            if len(process.parent.reports) > len(reported_s):
+                reported_s.append(now_s)
+    assert reported_s == [1000.0, 1000.25, 1000.5, 1000.75, 1001.0]

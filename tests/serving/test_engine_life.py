@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,7 @@ from fastgen.serving.options import Limits
 from fastgen.serving.refusals import BadRequestError, EngineDiedError, OverloadedError, UnavailableError
 from fastgen.serving.service import Service
 from fastgen.serving.watch import Watch
+from fastgen.version import __version__
 from tests.serving import fake_engine
 from tests.serving.fake_engine import FACTS, WAIT_S, FakeProcess, fake_processes
 from tests.serving.scripted import application, scripted_codec
@@ -518,3 +520,90 @@ def test_a_server_that_has_not_loaded_its_model_says_that_it_is_starting() -> No
     for ask in (lambda: service.codec, lambda: service.facts, service.info):
         with pytest.raises(UnavailableError, match="the server is starting"):
             ask()
+
+
+def test_no_message_is_held_back_for_want_of_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number is bounded by the requests and their answers."""
+    engine = an_engine(timeout_s=60.0)
+
+    async def run() -> list[object]:
+        async with fake_processes(engine, monkeypatch):
+            await engine.start()
+            socket = engine.process._socket
+            assert socket is not None
+            return [socket.getsockopt(option) for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER)]
+
+    assert asyncio.run(run()) == [0, 0, 0]
+
+
+def test_an_engine_has_nothing_to_do_before_it_says_what_it_does() -> None:
+    assert an_engine(timeout_s=60.0).status == Status(num_running=0, num_waiting=0, num_steps=0)
+    status = Status(1, 2, 3)
+    assert (status.num_open, status.num_answered) == (0, 0)
+
+
+def test_what_an_engine_says_again_about_its_start_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, errors = an_engine(timeout_s=60.0), list[object]()
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        async with fake_processes(engine, monkeypatch) as started:
+            await engine.start()
+            request = engine.submit([1], SAMPLING, is_stream=True, arrived_s=0.0)
+            for message in (Ready(FACTS), LoadFailed("too late"), Report([request.number, 7], [], [], [], None)):
+                started[0].send(message)
+            assert [news.token_ids for news in await request.news()] == [[7]]
+            assert engine.state == "ready"
+
+    asyncio.run(run())
+    assert errors == []
+
+
+def test_only_what_an_engine_still_works_on_is_cancelled_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = an_engine(timeout_s=60.0)
+
+    async def run() -> None:
+        async with fake_processes(engine, monkeypatch) as started:
+            await engine.start()
+            ended, running, last = (engine.submit([1], SAMPLING, is_stream=True, arrived_s=0.0) for _ in range(3))
+            started[0].send(whole_answer(ended.number))
+            await ended.ended()
+            for request in (ended, running, running):
+                engine.cancel(request)
+            engine.finish(last)
+            engine.cancel(last)
+            engine.submit([1], SAMPLING, is_stream=True, arrived_s=0.0)
+            told = [await started[0].next(Submit | Cancel) for _ in range(5)]  # type: ignore[arg-type]
+            assert [type(message) for message in told] == [Submit, Submit, Submit, Cancel, Submit]
+            assert told[3].number == running.number
+
+    asyncio.run(run())
+
+
+def test_a_server_says_what_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service({"model": "a/model"}, model_name="scripted")
+    service._codec = scripted_codec()
+    facts = {"vocab_size": 1000, "max_model_len": 4096, "max_num_seqs": 4, "token_budget": 512}
+
+    async def run() -> None:
+        async with fake_processes(service.engine, monkeypatch):
+            await service.engine.start()
+            for state in ("ready", "draining"):
+                assert service.info() == {"model": "scripted", "version": __version__, "state": state} | facts
+                await service.drain(0.0)
+
+    asyncio.run(run())
+    assert Service({"model": Path("a/model")}).model_name == "a/model"
+
+
+def test_an_engine_has_the_id_of_its_process_once_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = an_engine(timeout_s=60.0)
+    monkeypatch.setattr(FakeProcess, "pid", 4711)
+
+    async def run() -> None:
+        async with fake_processes(engine, monkeypatch):
+            assert engine.pid is None
+            await engine.start()
+            assert engine.pid == 4711
+
+    asyncio.run(run())

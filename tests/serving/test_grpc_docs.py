@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import socket
+
 import pytest
 
 from fastgen.serving.admission.bodies import MAX_LARGEST_BODIES
 from fastgen.serving.admission.request_limits import MAX_BIASES, MAX_TOKEN_IDS
 from fastgen.serving.grpc import connections, open_services, server, size
-from fastgen.serving.grpc.connections import connection_options, max_calls
+from fastgen.serving.grpc.connections import (
+    connection_options,
+    end_listening,
+    listening,
+    max_calls,
+    num_connections,
+)
 from fastgen.serving.options import ConnectionLimits, Limits
 from tests.pages import DOCS
 
@@ -59,3 +68,59 @@ def test_the_limits_of_connections_reach_grpc_in_its_units() -> None:
         "grpc.max_concurrent_streams": 1024,
         "grpc.http2.bdp_probe": 0,
     }
+
+
+HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+# The states of Linux: 0A listens, 01 is connected, 06 waits after its end and has no process any more.
+ROWS = {
+    "tcp": [
+        "   0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 701 1 00 100 0",
+        "   1: 0100007F:1F90 0100007F:A0A1 01 00000000:00000000 00:00000000 00000000     0        0 702 1 00 20 4",
+        "   2: 0100007F:A0A1 0100007F:1F90 01 00000000:00000000 00:00000000 00000000     0        0 703 1 00 20 4",
+        "   3: 0100007F:1F90 0100007F:A0A3 06 00000000:00000000 03:0000176F 00000000     0        0 0 3 00",
+        "   4: 0100007F:0F90 0100007F:A0A4 01 00000000:00000000 00:00000000 00000000     0        0 704 1 00 20 4",
+    ],
+    "tcp6": [
+        "   0: 00000000000000000000000001000000:1F90 00000000000000000000000001000000:A0A5 01 00000000:00000000 "
+        "00:00000000 00000000     0        0 705 1 00 20 4",
+    ],
+}
+
+
+def test_connections_are_those_that_a_process_holds_at_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(name: str) -> io.StringIO:
+        return io.StringIO(HEAD + "".join(f"{row}\n" for row in ROWS[name.removeprefix("/proc/self/net/")]))
+
+    monkeypatch.setattr(connections, "open", opened, raising=False)
+    assert list(connections._sockets(8080)) == [("0A", "701"), ("01", "702"), ("06", "0"), ("01", "705")]
+    assert (num_connections(8080), num_connections(3984), num_connections(1)) == (2, 1, 0)
+
+
+def test_a_listener_that_ends_keeps_the_connections_that_it_has_accepted() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert listening(port) == {listener.fileno()}
+        assert num_connections(port) == 0
+        with socket.create_connection(("127.0.0.1", port)) as client, listener.accept()[0] as accepted:
+            assert num_connections(port) == 1
+            assert listening(port) == {listener.fileno()}
+            end_listening(listening(port))
+            assert listening(port) == set()
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
+            client.sendall(b"still here")
+            assert accepted.recv(100) == b"still here"
+            end_listening({listener.fileno()})  # once more does no harm
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected_ms"), [(0.0004, 1), (0.001, 1), (0.0016, 2), (1.0, 1000), (2.5, 2500), (600.0, 600_000)]
+)
+def test_times_of_grpc_are_whole_milliseconds_and_never_none(seconds: float, expected_ms: int) -> None:
+    options = dict(connection_options(ConnectionLimits(keep_alive_s=seconds)))
+    assert options["grpc.max_connection_idle_ms"] == expected_ms
+
+
+def test_calls_are_bounded_by_the_queue_and_1024_beside_it() -> None:
+    assert max_calls(Limits(max_queued_requests=7)) == 1031
+    assert server.LEAVE_S == 1.0, "a client's first call comes sooner"

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from google.protobuf import descriptor_pb2, message_factory
@@ -14,7 +14,7 @@ from grpc_tools import protoc
 
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.requests.outputs import RequestMetrics
+from fastgen.runtime.requests.outputs import FinishReason, GenerationChunk, RequestMetrics
 from fastgen.serving.grpc import messages
 from fastgen.serving.http.records import OutputRecord
 from fastgen.serving.refusals import TooLargeError
@@ -174,3 +174,67 @@ def test_what_messages_hold_beside_their_text_is_bounded_for_all_of_them() -> No
     chat.messages.add(role="user", content="a", more=lists)
     with pytest.raises(TooLargeError, match="lists, objects, texts, names and fractions"):
         messages.conversation(chat)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"role": "user"},
+        {"content": "a"},
+        {"role": "user", "content": None},
+        {"role": 1, "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    ],
+    ids=str,
+)
+def test_a_message_of_a_conversation_has_two_texts(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^message 1 must be"):
+        messages.set_conversation(messages.ChatRequest(), [{"role": "user", "content": "a"}, wrong])
+
+
+@pytest.mark.parametrize("more", ["[]", "{", '"a"', "7", "null"])
+def test_what_a_message_holds_beside_its_text_is_an_object(more: str) -> None:
+    request = messages.ChatRequest()
+    request.messages.add(role="user", content="a")
+    request.messages.add(role="user", content="a", more=more)
+    with pytest.raises(InvalidArgumentError, match=r"^message 1: more must be a JSON object"):
+        messages.conversation(request)
+
+
+def test_values_that_are_none_of_the_protocols_are_refused() -> None:
+    request = messages.GenerateRequest()
+    for value, expected in enumerate((False, True, "never")):
+        request.sampling.early_stopping = value
+        assert messages.sampling_fields(request.sampling) == {"early_stopping": expected}
+    for value in (3, 99, -1):
+        request.sampling.early_stopping = value
+        with pytest.raises(InvalidArgumentError, match=f"early_stopping must be one of .*, not {value}"):
+            messages.sampling_fields(request.sampling)
+    request = messages.GenerateRequest()
+    request.sampling.response_format.SetInParent()
+    with pytest.raises(InvalidArgumentError, match="response_format: one of its kinds must be set"):
+        messages.sampling_fields(request.sampling)
+
+
+def test_fields_of_a_newer_protocol_are_refused_in_each_of_several_messages() -> None:
+    field_31 = b"\xf8\x01\x05"
+    request = messages.ChatRequest()
+    request.messages.add(role="user", content="a")
+    request.messages.add().MergeFromString(field_31)
+    with pytest.raises(InvalidArgumentError, match=r"field 31 of .*Message is not known"):
+        messages.refuse_unknown_fields(request)
+    request = messages.ChatRequest()
+    request.messages.add(role="user", content="a", more="{}")
+    request.sampling.logit_bias.update({3: 1.0})
+    request.sampling.stop.append("a")
+    messages.refuse_unknown_fields(request)
+
+
+def test_each_reason_has_a_number_of_its_own() -> None:
+    reasons = get_args(FinishReason)
+    numbers = [messages.pack_finish_reason(reason) for reason in reasons]
+    assert numbers == list(range(1, len(reasons) + 1)), "0 is none"
+    for number, reason in zip(numbers, reasons, strict=True):
+        chunk = messages.GenerateChunk(index=2, text="a", token_ids=[5], finish_reason=number)
+        assert messages.unpack_chunk(chunk) == GenerationChunk(index=2, text="a", token_ids=[5], finish_reason=reason)
+    assert messages.unpack_chunk(messages.GenerateChunk(text="a")) == GenerationChunk(index=0, text="a", token_ids=[])

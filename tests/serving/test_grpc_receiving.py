@@ -89,8 +89,9 @@ def test_the_oldest_of_the_slow_make_room_for_as_many_as_wait() -> None:
         assert not any(call.receipt.done() for call in slow)
         assert await asyncio.gather(*(Call(receiving, 0.0).receipt for _ in range(2))) == [b"request"] * 2
         for call in slow[:2]:
-            with pytest.raises(OverloadedError, match=r"within 0\.05 s, and others wait; send it again"):
+            with pytest.raises(OverloadedError, match=r"within 0\.05 s, and others wait; send it again") as refused:
                 await call.receipt
+            assert refused.value.retry_after_s == 1.0
         await asyncio.sleep(0.1)
         assert not any(call.receipt.done() for call in slow[2:])
         for call in slow[2:]:
@@ -163,5 +164,39 @@ def test_places_come_back_after_random_histories() -> None:
             call.let_go()
             with suppress(RequestTimeoutError):
                 await call.receipt
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+def test_slow_requests_are_limited_only_while_others_wait() -> None:
+    async def run() -> None:
+        receiving = Receiving(timeout_s=LONG_S, patience_s=10.0)
+
+        def num_limited() -> int:
+            return sum(limit.when() is not None for limit in receiving._limits)
+
+        calls = [Call(receiving) for _ in range(MAX_LARGEST_BODIES - 1)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert (len(receiving._limits), num_limited()) == (MAX_LARGEST_BODIES - 1, 0), "a place is free"
+        calls += [Call(receiving) for _ in range(3)]
+        while not calls[-3].is_begun:
+            await asyncio.sleep(0)
+        assert (len(receiving._limits), num_limited()) == (MAX_LARGEST_BODIES, 2)
+        began_s = list(receiving._limits.values())
+        limits = [limit.when() for limit in receiving._limits]
+        assert limits == [began_s[0] + 10.0, began_s[1] + 10.0, *[None] * (MAX_LARGEST_BODIES - 2)]
+        calls[-1].receipt.cancel()
+        await asyncio.wait({calls[-1].receipt})
+        assert num_limited() == 1
+        calls[5].let_go()
+        await calls[5].receipt
+        while not calls[-2].is_begun:
+            await asyncio.sleep(0)
+        assert (len(receiving._limits), num_limited()) == (MAX_LARGEST_BODIES, 0), "nobody waits"
+        for call in calls[:-1]:
+            call.let_go()
+        await asyncio.gather(*(call.receipt for call in calls[:-1]))
+        assert receiving._limits == {}
 
     asyncio.run(asyncio.wait_for(run(), WAIT_S))

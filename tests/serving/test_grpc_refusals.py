@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from fastgen import SamplingParams
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.serving.admission.request_limits import MAX_SESSION_LENGTH, SESSION_HEADER
 from fastgen.serving.api_keys import ApiKeys
 from fastgen.serving.clients.grpc import GrpcTransport
 from fastgen.serving.clients.requests import ClientRequest
 from fastgen.serving.ending import Ending
-from fastgen.serving.grpc.messages import GenerateRequest
+from fastgen.serving.grpc.messages import CheckRequest, CheckResponse, GenerateRequest
 from fastgen.serving.grpc.server import GrpcServer
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ServeOptions
@@ -72,8 +74,14 @@ def test_refusals_are_statuses_and_heard_as_what_they_are(
 
 @pytest.mark.parametrize(
     ("text", "heard"),
-    [("a" * 20_000, "a" * 2048 + "…"), ("é" * 5_000, "é" * 1024 + "…"), ("no \ud800", r"no \ud800"), ("é%\n", "é%\n")],
-    ids=["long", "long as a header", "surrogate", "short"],
+    [
+        ("a" * 20_000, "a" * 2048 + "…"),
+        ("a" * 2048, "a" * 2048),
+        ("é" * 5_000, "é" * 1024 + "…"),
+        ("no \ud800", r"no \ud800"),
+        ("é%\n", "é%\n"),
+    ],
+    ids=["long", "the longest that is whole", "long as a header", "surrogate", "short"],
 )
 def test_any_error_text_ends_the_call_with_its_status(text: str, heard: str) -> None:
     service: Any = Refusing()
@@ -92,6 +100,7 @@ def test_a_long_name_of_a_service_is_not_repeated_to_who_asks_for_its_health() -
         async with served(Refusing()) as address, grpc.aio.insecure_channel(address) as channel:
             call = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="é" * 1500))
             assert await call.code() == grpc.StatusCode.NOT_FOUND
+            assert await call.details() == f"service '{'é' * 100}' is not served here"
 
     asyncio.run(run())
 
@@ -302,5 +311,82 @@ def test_requests_in_work_are_bounded_together_and_small_ones_are_always_taken()
             is_over.set()
             for call in [*held, small, generate(large)]:
                 assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+    asyncio.run(run())
+
+
+def test_prompts_and_conversations_to_be_checked_count_together() -> None:
+    service: Any = Refusing()
+
+    async def refusal(prompt_ids: list[int], sampling: Any) -> None:
+        return None
+
+    service.refusal = refusal
+    service.codec = SimpleNamespace(
+        default_sampling=SamplingParams(), encode=lambda prompt: [1], encode_chat=lambda conversation: [1]
+    )
+
+    async def check(address: str, num_prompts: int, num_chats: int) -> list[str]:
+        asked = CheckRequest()
+        for _ in range(num_prompts):
+            asked.prompts.add(text="a")
+        for _ in range(num_chats):
+            asked.chats.add().messages.add(role="user", content="a")
+        async with grpc.aio.insecure_channel(address) as channel:
+            method = channel.unary_unary("/fastgen.v1.Generation/Check", response_deserializer=CheckResponse.FromString)
+            return list((await method(asked.SerializeToString())).errors)
+
+    async def run() -> None:
+        async with served(service) as address:
+            assert await check(address, 40, 24) == [""] * 64
+            with pytest.raises(grpc.aio.AioRpcError, match="65 requests to be checked; at most 64"):
+                await check(address, 40, 25)
+
+    asyncio.run(run())
+
+
+def test_only_methods_with_a_stream_of_answers_ask_the_engine_for_one() -> None:
+    service: Any = Refusing()
+    found: list[bool] = []
+
+    async def submit(*arguments: Any, is_stream: bool, **more: Any) -> Any:
+        found.append(is_stream)
+        raise BadRequestError("no")
+
+    service.submit = submit
+    service.codec = SimpleNamespace(
+        default_sampling=SamplingParams(), encode=lambda prompt: [1], encode_chat=lambda conversation: [1]
+    )
+
+    async def run() -> None:
+        async with served(service) as address, grpc.aio.insecure_channel(address) as channel:
+            for method in ("Generate", "GenerateStream", "Chat", "ChatStream"):
+                request = b"" if method.startswith("Chat") else b"\x0a\x01a"
+                call = channel.unary_stream(f"/fastgen.v1.Generation/{method}")(request)
+                assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+    asyncio.run(run())
+    assert found == [False, True, False, True]
+
+
+def test_a_server_at_an_address_of_version_6_is_named_as_a_client_takes_it() -> None:
+    service: Any = Refusing()
+    service.error = BadRequestError("it has come")
+
+    async def run() -> None:
+        server = GrpcServer(service, ServeOptions(host="::1", grpc_port=0), Ending("token", ApiKeys(), lambda: None))
+        try:
+            await server.start()
+        except InvalidArgumentError:
+            pytest.skip("this machine has no IPv6")
+        address = str(server.address)
+        assert address.startswith("[::1]:")
+        transport = GrpcTransport(address, None)
+        try:
+            with pytest.raises(InvalidArgumentError, match="it has come"):
+                await transport.generate(ClientRequest({}, prompt="a"))
+        finally:
+            await transport.close()
+            await server.stop(0.0)
 
     asyncio.run(run())

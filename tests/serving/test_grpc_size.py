@@ -8,13 +8,14 @@ import threading
 from typing import Any
 
 import pytest
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.admission.json_limits import FREE_BYTES
 from fastgen.serving.admission.request_limits import MAX_BIASES, MAX_TOKEN_IDS
 from fastgen.serving.clients.grpc import GrpcTransport
 from fastgen.serving.clients.requests import ClientRequest
-from fastgen.serving.grpc import messages
+from fastgen.serving.grpc import messages, size
 from fastgen.serving.grpc.size import MAX_FIELDS, check_num_fields
 from fastgen.serving.refusals import BadRequestError, TooLargeError
 from tests.serving.refusing import Refusing, served
@@ -129,3 +130,49 @@ def test_requests_are_read_on_another_thread(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(run())
     assert len(threads) == 1
     assert threads[0] != threading.current_thread().name
+
+
+def num_fields_of(message: Any) -> int:
+    """Returns the fields of a message as it is sent, where each repeated number is in one piece."""
+    number = len(UnknownFieldSet(message))
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            number += len(value) if field.is_repeated and not field.is_packed else 1
+        else:
+            each = value if field.is_repeated else [value]
+            number += len(each) + sum(map(num_fields_of, each))
+    return number
+
+
+def random_check(rng: random.Random) -> Any:
+    """Returns a request with fields of many lengths and at several depths."""
+    check = messages.CheckRequest()
+    lengths = [0, 1, 2, 126, 127, 128, 129, 255, 256, 16_383, 16_384, 16_385]
+    for _ in range(rng.randrange(20, 40)):
+        prompt = check.prompts.add()
+        if rng.random() < 0.5:
+            prompt.text = "a" * rng.choice(lengths)
+        else:
+            prompt.token_ids.ids.extend(rng.choices([1, 127, 128, 2**31 - 1], k=rng.randrange(5)))
+        prompt.sampling.stop.extend("b" * rng.choice(lengths) for _ in range(rng.randrange(4)))
+        prompt.sampling.temperature = rng.random()
+        prompt.sampling.max_new_tokens = rng.choice([1, 127, 128, 129, 1 << 20])
+        prompt.sampling.seed = rng.choice([127, 128, 2**63, 2**64 - 1])
+        if rng.random() < 0.5:
+            prompt.MergeFromString(b"\xfd\x06abcd\xf9\x06abcdefgh")  # numbers that are not known
+        chat = check.chats.add()
+        for _ in range(rng.randrange(4)):
+            chat.messages.add(role="user", content="c" * rng.choice(lengths))
+    check.prompts.add(text="d" * FREE_BYTES)
+    return check
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_fields_are_counted_as_protobuf_reads_them(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = random_check(random.Random(seed))
+    number, encoded = num_fields_of(message), message.SerializeToString()
+    monkeypatch.setattr(size, "MAX_FIELDS", number)
+    check_num_fields(encoded, message.DESCRIPTOR)
+    monkeypatch.setattr(size, "MAX_FIELDS", number - 1)
+    with pytest.raises(TooLargeError, match=f"more than {number - 1} fields"):
+        check_num_fields(encoded, message.DESCRIPTOR)

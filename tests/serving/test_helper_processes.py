@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import runpy
 import signal
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fastgen.errors import FastgenError
-from fastgen.serving.isolated.processes import HelperProcesses
+from fastgen.serving.isolated.encoding.encoder import TextEncoder
+from fastgen.serving.isolated.processes import HelperProcesses, _Process
+from fastgen.serving.isolated.templates.renderer import TemplateRenderer
 from fastgen.serving.refusals import UnavailableError
 
 
@@ -51,3 +57,60 @@ def test_one_that_cannot_begin_is_an_error_each_time() -> None:
         with pytest.raises(FastgenError, match="ended with status 1 before it was ready"):
             processes.start()
     assert not processes._processes
+
+
+def test_one_has_two_minutes_to_begin_and_half_a_minute_for_an_answer(
+    processes: HelperProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[bytes, float]] = []
+    ask = _Process.ask
+
+    def note(process: _Process, request: bytes, timeout_s: float) -> bytes | None:
+        asked.append((request, timeout_s))
+        return ask(process, request, timeout_s)
+
+    monkeypatch.setattr(_Process, "ask", note)
+    assert processes.ask(b"one") == b"one"
+    assert asked == [(b"the beginning", 120.0), (b"one", 30.0)]
+
+
+def test_work_waits_50_ms_for_one_and_not_at_all_where_there_is_none(
+    processes: HelperProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited_s: list[float] = []
+    get = processes._idle.get
+
+    def note(*, timeout: float) -> _Process:
+        waited_s.append(timeout)
+        return get(timeout=timeout)
+
+    monkeypatch.setattr(processes._idle, "get", note)
+    for _ in range(2):
+        assert processes.ask(b"one") == b"one"
+    assert waited_s == [0, 0.05, 0.05]
+
+
+@pytest.mark.parametrize(
+    ("kind", "max_cpu_s", "max_memory_bytes"),
+    [("templates", 2.0, 512 << 20), ("encoding", 2.0, 1 << 30), ("grammars", 0.5, 1 << 30)],
+)
+def test_each_kind_has_its_processor_time_and_memory(
+    monkeypatch: pytest.MonkeyPatch, kind: str, max_cpu_s: float, max_memory_bytes: int
+) -> None:
+    limits: list[dict[str, Any]] = []
+    priorities: list[str] = []
+    module = f"fastgen.serving.isolated.{kind}.process"
+    monkeypatch.setattr("fastgen.serving.isolated.processes.answer_all", lambda begin, **more: limits.append(more))
+    monkeypatch.setattr("fastgen.runtime.sampling.matcher.lower_priority", lambda: priorities.append(kind))
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    library: Any = SimpleNamespace(render_jinja_template=None)
+    monkeypatch.setitem(sys.modules, "transformers.utils.chat_template_utils", library)  # takes a second to import
+    runpy.run_module(module, run_name="__main__")
+    assert limits == [{"max_cpu_s": max_cpu_s, "max_memory_bytes": max_memory_bytes}]
+    assert priorities == (["grammars"] if kind == "grammars" else [])
+
+
+def test_there_are_at_most_four_for_templates_and_four_for_texts() -> None:
+    tokenizer: Any = SimpleNamespace(backend_tokenizer=SimpleNamespace(to_str=lambda: ""))
+    for kind in (TemplateRenderer(tokenizer), TextEncoder(tokenizer)):
+        assert kind.processes._max_processes == 4

@@ -9,11 +9,12 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TextIO
+from types import SimpleNamespace
+from typing import Any, TextIO
 
 import httpx2
 import pytest
@@ -282,3 +283,52 @@ def test_the_log_of_requests_says_why_one_was_refused(
     logged = json.loads(line)
     assert (logged["status"], logged["error"]) == (status, answer.json()["error"]["message"])
     assert reason in logged["error"]
+
+
+def test_a_flush_waits_a_second_at_most_and_not_again_once_that_was_not_enough() -> None:
+    queue, waited_s = LogQueue(sys.maxsize), list[float]()
+    queue.setFormatter(TextLines())
+    queue._thread = threading.current_thread()  # so that nothing is written
+    changed: Any = queue._changed
+
+    def wait_for(is_done: Callable[[], bool], timeout_s: float) -> bool:
+        waited_s.append(timeout_s)
+        return is_done()
+
+    changed.wait_for = wait_for
+    for _ in range(2):
+        queue.flush()
+    assert waited_s == [1.0, 1.0]
+    queue._is_writing = True  # the last line
+    queue.flush()
+    assert len(waited_s) == 3
+    queue._is_writing = False
+    queue.flush()
+    assert len(waited_s) == 3
+    queue.close()
+
+
+def test_a_line_is_written_piece_by_piece_as_soon_as_its_reader_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    written, awaited, is_full = bytearray(), list[object](), True
+
+    def write(descriptor: int, data: memoryview) -> int:
+        nonlocal is_full
+        assert descriptor == 77
+        is_full = not is_full
+        if not is_full:
+            raise BlockingIOError
+        written.extend(data[:4])
+        return len(data[:4])
+
+    module = "fastgen.serving.monitoring.log_queue"
+    monkeypatch.setattr(f"{module}.os", SimpleNamespace(write=write))
+    monkeypatch.setattr(f"{module}.select", SimpleNamespace(select=lambda *files: awaited.append(files)))
+    assert LogQueue(77)._write(b"0123456789")
+    assert (bytes(written), awaited) == (b"0123456789", [((), (77,), ())] * 3)
+
+
+def test_an_ending_process_does_not_wait_for_its_log(pipe: Pipe) -> None:
+    pipe.log("a line")
+    assert pipe.queue._thread is not None
+    assert pipe.queue._thread.daemon
+    assert pipe.read_until("a line") == ["fastgen: a line"]

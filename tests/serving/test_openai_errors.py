@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 from typing import Any
@@ -10,7 +11,22 @@ from urllib.parse import urlsplit
 import httpx2
 import openai
 import pytest
+from fastapi import FastAPI, HTTPException
 
+from fastgen.errors import GenerationError
+from fastgen.serving.http.errors import add_error_handlers, error_body, error_response, invalid_request, is_json
+from fastgen.serving.refusals import (
+    BadRequestError,
+    EngineDiedError,
+    ForbiddenError,
+    OverloadedError,
+    RequestTimeoutError,
+    TooLargeError,
+    UnauthorizedError,
+    UnavailableError,
+    UnknownModelError,
+    UnsupportedMediaError,
+)
 from tests.serving.server_process import ServerProcess
 
 MODEL = "tiny-llama"
@@ -417,3 +433,140 @@ def test_requests_are_counted_by_their_status(server: ServerProcess) -> None:
     assert httpx2.post(f"{server.address}/v1/completions", json={"surprise": 1}).status_code == 400
     assert httpx2.get(f"{server.address}/version").status_code == 200
     assert [counted(*each) for each in asked] == [each + 1 for each in before]
+
+
+PLACES: list[tuple[str, Any, list[tuple[tuple[Any, ...], str, str]], str | None, str]] = [
+    (
+        "the deepest field is the one that is meant",
+        {"stop": ["a", 1]},
+        [(("body", "stop", "str"), "string_type", "Text"), (("body", "stop", "list[str]", 1), "string_type", "A text")],
+        "stop[1]",
+        "stop[1]: a text",
+    ),
+    (
+        "what is said of one field for several types is joined, and said once",
+        {"prompt": 5},
+        [
+            (("body", "prompt", "str"), "string_type", "Input should be a string"),
+            (("body", "prompt", "list[str]"), "list_type", "Input should be a list"),
+            (("body", "prompt", "list[int]"), "list_type", "Input should be a list"),
+        ],
+        "prompt",
+        "prompt: input should be a string, or input should be a list",
+    ),
+    (
+        "a missing field is named",
+        {"a": {}},
+        [(("body", "a", "b"), "missing", "")],
+        "a.b",
+        "a.b: this field is required",
+    ),
+    (
+        "a step that is no field is left out",
+        {"a": {"b": 1}},
+        [(("body", "a", "Kind", "b"), "extra_forbidden", "")],
+        "a.b",
+        "a.b: this field is not known",
+    ),
+    ("an item that is not there is left out", {"a": [1]}, [(("body", "a", 1), "x", "X")], "a", "a: x"),
+    ("a type is no item of a list", {"a": [1]}, [(("body", "a", "str"), "x", "X")], "a", "a: x"),
+    ("the last item", {"a": [[1]]}, [(("body", "a", 0, 0), "x", "X")], "a[0][0]", "a[0][0]: x"),
+    ("without a body before it", {"a": 1}, [(("a",), "x", "X")], "a", "a: x"),
+    ("a field of the name body", {"body": 1}, [(("body", "body"), "x", "X")], "body", "body: x"),
+    ("no field", 5, [(("body",), "x", "Input is No object")], None, "the body: input is No object"),
+    ("a long message", {"a": 1}, [(("body", "a"), "x", "Y" * 400)], "a", "a: y" + "Y" * 299),
+    ("a long name", {"a" * 300: 1}, [(("body", "a" * 300), "x", "X")], "a" * 200, "a" * 200 + ": x"),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "found", "param", "message"), [case[1:] for case in PLACES], ids=[c[0] for c in PLACES]
+)
+def test_the_errors_of_a_body_are_one_refusal_about_one_field(
+    body: Any, found: list[tuple[tuple[Any, ...], str, str]], param: str | None, message: str
+) -> None:
+    refused = invalid_request([{"loc": loc, "type": kind, "msg": said} for loc, kind, said in found], body)
+    assert (refused.param, str(refused)) == (param, message)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (BadRequestError("a"), 400, "invalid_request_error", None),
+        (BadRequestError("a", code="b"), 400, "invalid_request_error", "b"),
+        (UnauthorizedError("a"), 401, "authentication_error", "invalid_api_key"),
+        (ForbiddenError("a"), 403, "permission_error", "host_not_allowed"),
+        (UnknownModelError("a"), 404, "invalid_request_error", "model_not_found"),
+        (RequestTimeoutError("a"), 408, "invalid_request_error", "request_timeout"),
+        (TooLargeError("a"), 413, "invalid_request_error", "request_too_large"),
+        (UnsupportedMediaError("a"), 415, "invalid_request_error", "unsupported_encoding"),
+        (OverloadedError("a", retry_after_s=1.0), 429, "rate_limit_error", "rate_limit_exceeded"),
+        (UnavailableError("a"), 503, "server_error", "unavailable"),
+        (EngineDiedError("a"), 500, "server_error", "engine_died"),
+        (GenerationError("a"), 500, "server_error", "generation_failed"),
+        (ValueError("a"), 500, "server_error", None),
+    ],
+    ids=str,
+)
+def test_every_refusal_has_its_status_type_and_code(error: Exception, status: int, kind: str, code: str | None) -> None:
+    found_status, body = error_body(error)
+    assert found_status == status
+    assert (body["error"]["message"], body["error"]["type"], body["error"]["code"]) == (str(error), kind, code)
+    response = error_response(error)
+    assert response.status_code == status
+    assert response.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
+
+
+def test_a_client_is_told_when_its_first_token_would_have_come() -> None:
+    headers = error_response(OverloadedError("a", retry_after_s=1.5, predicted_ttft_s=0.25)).headers
+    assert (headers["retry-after"], headers["x-predicted-ttft-s"]) == ("2", "0.250")
+    without = error_response(BadRequestError("a")).headers
+    assert "retry-after" not in without
+    assert "x-predicted-ttft-s" not in without
+
+
+@pytest.mark.parametrize(
+    ("content_type", "is_read"),
+    [
+        ("application/json", True),
+        (" Application/JSON ; charset=utf-8", True),
+        ("application/problem+json", True),
+        ("application/jsonlines", False),
+        ("text/json", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_only_a_type_of_json_is_read(content_type: str | None, is_read: bool) -> None:
+    assert is_json(content_type) is is_read
+
+
+def test_an_error_of_routing_keeps_its_status_and_its_detail() -> None:
+    app = FastAPI()
+    add_error_handlers(app)
+
+    @app.get("/failing/{status}")
+    async def failing(status: int) -> None:
+        raise HTTPException(status, "its detail", {"x-more": "a"})
+
+    async def asked() -> list[tuple[int, str, str, str | None]]:
+        transport = httpx2.ASGITransport(app=app)
+        found = []
+        async with httpx2.AsyncClient(transport=transport, base_url="http://here") as http:
+            for status in (401, 403, 404, 422, 429, 499, 500, 503):
+                answer = await http.get(f"/failing/{status}")
+                error = answer.json()["error"]
+                assert error["message"] == f"GET /failing/{status}: its detail"
+                found.append((answer.status_code, error["type"], answer.headers["x-more"], error["code"]))
+        return found
+
+    assert asyncio.run(asked()) == [
+        (401, "authentication_error", "a", None),
+        (403, "permission_error", "a", None),
+        (404, "invalid_request_error", "a", None),
+        (422, "invalid_request_error", "a", None),
+        (429, "rate_limit_error", "a", None),
+        (499, "invalid_request_error", "a", None),
+        (500, "server_error", "a", None),
+        (503, "server_error", "a", None),
+    ]

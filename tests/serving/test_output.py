@@ -14,7 +14,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from fastgen.serving import output
 from fastgen.serving.clients.deployments import deployments
+from fastgen.serving.output import write_text
 from tests.serving.http_client import get
 
 WAIT_S = 120.0
@@ -75,3 +77,32 @@ def test_closed_streams_are_the_null_device() -> None:
     code += "import os; os.write(1, b'a'); os.write(2, b'b'); assert os.read(0, 1) == b''"
     done = subprocess.run(["bash", "-c", '"$@" <&- >&- 2>&-', "bash", sys.executable, "-c", code], check=False)
     assert done.returncode == 0
+
+
+def test_programs_that_a_server_starts_have_its_null_devices_too() -> None:
+    code = "from fastgen.serving.output import open_closed_streams; open_closed_streams(); "
+    code += "import os; assert all(os.get_inheritable(number) for number in range(3)); os.fstat(2)"
+    done = subprocess.run(["bash", "-c", '"$@" <&- >&- 2>&-', "bash", sys.executable, "-c", code], check=False)
+    assert done.returncode == 0
+
+
+def test_a_text_is_written_whole_however_little_the_system_takes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    write = os.write
+    with os.fdopen(reading, "rb") as found, os.fdopen(writing, "wb"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+            write_text(writing, "the address")
+        write_text(writing, "next")
+        assert os.read(found.fileno(), 1000) == b"the address\nnext\n"
+
+
+def test_a_text_that_nobody_takes_is_lost() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb"):
+        write_text(writing, "the address")
+
+
+def test_the_standard_streams_have_the_numbers_of_the_system() -> None:
+    assert (output.STDOUT, output.STDERR) == (1, 2)

@@ -192,3 +192,176 @@ def test_a_prompt_without_a_slot_is_not_computed_yet() -> None:
     load.submitted(640, 10, 1, 0, 0.0)
     # What is left of the answer, ten steps of the prompt, its own answer, and the step of the new one.
     assert ttft_s(load, 1, 1.0) == pytest.approx(8.99 + 0.1 + 0.1 + 0.01, abs=0.03)
+
+
+def proportional(*, max_num_seqs: int = 64, num_kv_tokens: int = 100_000, largest: int = 64) -> Load:
+    """Returns the load of an engine whose steps take 1 ms for each token with its padding: of 1, 2, 4, … 64 tokens.
+    Those of ``largest`` tokens were measured.
+    """
+    load = Load(EngineSize(64, max_num_seqs, num_kv_tokens))
+    load.observe(engine({1: 0.001, largest: 0.001 * largest}), 0.0)
+    return load
+
+
+def running(load: Load, num_prompt_tokens: int, num_new_tokens: int, num_seqs: int = 1) -> None:
+    """Adds a request whose first token has just come."""
+    load.started(load.submitted(num_prompt_tokens, num_new_tokens, num_seqs, 0, 0.0), 0.0)
+
+
+def ttft_ms(load: Load, num_prompt_tokens: int, *, now_s: float = 0.0, num_seqs: int = 1) -> float:
+    found = load.predict(num_prompt_tokens, num_seqs, 0, now_s)
+    assert found is not None
+    return 1000 * found.ttft_s
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "num_tokens", "expected_ms"),
+    [
+        (0, 1, 1),
+        (0, 32, 32),
+        (0, 33, 64),
+        (0, 100, 64 + 64),  # twice 50, each filled up to 64
+        (0, 160, 64 + 64 + 32),
+        (3, 5, 8),
+        (3, 6, 16),
+        (3, 61, 64),
+        (3, 62, 64 + 4),
+        (64, 2, 64 + 64),  # beside so many there is room for one token a step
+    ],
+)
+def test_a_prompt_shares_its_steps_with_the_decodes(num_decodes: int, num_tokens: int, expected_ms: float) -> None:
+    load = proportional(max_num_seqs=65)
+    for _ in range(num_decodes):
+        running(load, 1, 1000)
+    assert ttft_ms(load, num_tokens) == pytest.approx(expected_ms)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "num_tokens", "expected_ms"),
+    [
+        (20, 20, 64),
+        (20, 12, 32),
+        (100, 28, 64 + 64),
+        (100, 40, 64 + 64 + 16),  # 100 and 28 of 40, and the other 12 beside the first one's decode
+    ],
+)
+def test_a_prompt_shares_its_steps_with_the_one_before_it(waiting: int, num_tokens: int, expected_ms: float) -> None:
+    load = proportional()
+    load.submitted(waiting, 10, 1, 0, 0.0)
+    assert ttft_ms(load, num_tokens) == pytest.approx(expected_ms)
+
+
+def test_a_request_waits_for_the_first_answer_that_ends() -> None:
+    load = proportional(max_num_seqs=2)
+    running(load, 1, 5)  # of which one token has come
+    running(load, 1, 10)
+    assert ttft_ms(load, 1) == pytest.approx(4 * 2 + 2)
+    load.submitted(2, 3, 1, 0, 0.0)
+    # Four steps, the prompt of the one before, its answer of three steps, and the step of this one.
+    assert ttft_ms(load, 1) == pytest.approx(4 * 2 + 4 + 3 * 2 + 2)
+
+
+def test_a_request_of_several_answers_leaves_as_many_slots() -> None:
+    load = proportional(max_num_seqs=4)
+    running(load, 1, 9, num_seqs=3)
+    assert ttft_ms(load, 1) == pytest.approx(4)
+    load.submitted(2, 5, 2, 0, 0.0)
+    # The one before has its prompt computed beside three decodes, and leaves two slots after five steps of five.
+    assert ttft_ms(load, 1) == pytest.approx(8 + 5 * 8 + 4)
+
+
+def test_a_request_waits_until_the_cache_has_room_for_its_prompt() -> None:
+    load = proportional(num_kv_tokens=100)
+    running(load, 40, 10, num_seqs=2)  # it holds 42 tokens, and ends after nine more steps
+    assert ttft_ms(load, 58) == pytest.approx(64)
+    assert ttft_ms(load, 59) == pytest.approx(9 * 2 + 64)
+
+
+def test_a_prompt_that_was_admitted_holds_its_place_in_the_cache() -> None:
+    load = proportional(num_kv_tokens=100)
+    load.submitted(60, 5, 1, 0, 0.0)
+    assert ttft_ms(load, 40) == pytest.approx(64 + 64)
+    # It has its first token after 64 ms and ends five steps later.
+    assert ttft_ms(load, 41) == pytest.approx(64 + 5 + 64)
+
+
+def test_an_answer_has_come_as_far_as_steps_of_its_size_go() -> None:
+    load = proportional(num_kv_tokens=60)
+    running(load, 50, 100)
+    assert ttft_ms(load, 20, now_s=0.05) == pytest.approx(49 + 32)
+
+
+def test_the_gap_is_the_step_of_all_who_are_there_then_as_far_as_there_are_slots() -> None:
+    for max_num_seqs, expected_s in ((64, 0.016), (8, 0.008), (5, 0.008), (4, 0.004)):
+        load = proportional(max_num_seqs=max_num_seqs)
+        running(load, 1, 10, num_seqs=2)
+        load.submitted(1, 10, 3, 0, 0.0)
+        found = load.predict(1, 4, 0, 0.0)
+        assert found is not None
+        assert found.gap_s == pytest.approx(expected_s)
+
+
+def test_nothing_is_predicted_of_steps_that_are_more_than_four_times_the_largest_measured() -> None:
+    load = proportional(largest=4)
+    assert ttft_ms(load, 16) == pytest.approx(16)
+    assert load.predict(17, 1, 0, 0.0) is None
+    assert ttft_ms(load, 1, num_seqs=16) == pytest.approx(1)
+    assert load.predict(1, 17, 0, 0.0) is None
+    for _ in range(4):
+        running(load, 1, 10)
+    assert ttft_ms(load, 12) == pytest.approx(16)
+    assert load.predict(13, 1, 0, 0.0) is None
+
+
+def test_equal_steps_are_simulated_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, num_looks = proportional(max_num_seqs=1), 0
+    step_s = load.speed.step_s
+
+    def look(num_tokens: float) -> float:
+        nonlocal num_looks
+        num_looks += 1
+        return step_s(num_tokens)
+
+    running(load, 1, 1_000_001)
+    load.submitted(6_400_000, 10, 1, 0, 0.0)
+    monkeypatch.setattr(load.speed, "step_s", look)
+    assert ttft_ms(load, 1) == pytest.approx(1_000_000 + 6_400_000 + 10 + 1)
+    assert num_looks < 20
+
+
+def test_the_room_that_an_answer_takes_grows_with_its_tokens() -> None:
+    load = proportional(max_num_seqs=2, num_kv_tokens=100)
+    running(load, 20, 1000)
+    load.submitted(2, 29, 1, 0, 0.0)
+    # A slot becomes free after 30 steps. By then the running answer holds 51 tokens.
+    assert ttft_ms(load, 49) < 200
+    assert ttft_ms(load, 50) > 900
+
+
+@pytest.mark.parametrize(("num_decodes", "num_tokens"), [(4, 600), (4, 632), (100, 440), (100, 413)])
+def test_a_prompt_comes_in_even_shares_and_no_step_is_larger_than_it_needs(num_decodes: int, num_tokens: int) -> None:
+    """Each takes two steps of 320 tokens. Larger ones are slower than in proportion."""
+    load = Load(EngineSize(512, 200, 100_000))
+    load.observe(engine({1: 0.001, 320: 0.32, 512: 1.0}), 0.0)
+    for _ in range(num_decodes):
+        running(load, 1, 1000)
+    assert ttft_ms(load, num_tokens) == pytest.approx(2 * 320)
+
+
+def test_an_answer_that_ends_leaves_all_the_room_that_it_took() -> None:
+    load = proportional(num_kv_tokens=100)
+    running(load, 40, 11)
+    running(load, 40, 1000)
+    assert ttft_ms(load, 18) == pytest.approx(32), "each holds 41 tokens"
+    # Ten steps later the first one ends, and leaves 49 places beside the 51 of the other.
+    assert ttft_ms(load, 49) == pytest.approx(10 * 2 + 64)
+    assert ttft_ms(load, 50) > 900
+
+
+def test_the_progress_of_the_first_prompt_is_none_of_a_more_urgent_request() -> None:
+    load = proportional()
+    load.submitted(640, 10, 1, 0, 0.0)
+    for now_s in (0.0, 0.5):
+        found = load.predict(64, 1, -1, now_s)
+        assert found is not None
+        assert found.ttft_s == pytest.approx(0.064)

@@ -238,6 +238,17 @@ def test_only_the_last_requests_are_remembered(monkeypatch: pytest.MonkeyPatch) 
     assert len(recent.numbers("a")) < 200
 
 
+def test_ten_thousand_requests_are_remembered_and_the_last_128_prompts_of_each() -> None:
+    recent = RecentRequests()
+    for number in range(129):
+        recent.add("first", number)
+    for number in range(9_999):
+        recent.add(f"{number}", number)
+    assert recent.numbers("first") == [*range(1, 129)]
+    recent.add("one more", 5)
+    assert [recent.numbers(each) for each in ("first", "0", "one more")] == [[], [0], [5]]
+
+
 @pytest.fixture
 def engine_recordings() -> Recordings:
     engine = SimulatedServer(

@@ -13,6 +13,7 @@ from typing import Any
 import httpx2
 import msgspec
 import pytest
+from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -32,7 +33,8 @@ from fastgen.serving.admission.request_limits import (
 )
 from fastgen.serving.clients.connect import Protocols
 from fastgen.serving.clients.deployments import Deployment
-from fastgen.serving.http.openai.run import Batch, in_pieces, json_response
+from fastgen.serving.http.generate import CheckBody
+from fastgen.serving.http.openai.run import Batch, in_pieces, json_response, session_of
 from fastgen.serving.http.streaming import Gone
 from fastgen.serving.refusals import BadRequestError
 
@@ -193,3 +195,15 @@ def test_every_way_to_ask_has_the_limits(deployment: Deployment) -> None:
             pytest.raises(InvalidArgumentError, match=r"^stop: this server"),
         ):
             client.generate("a", stop=stop)
+
+
+@pytest.mark.parametrize(("sent", "session"), [("", None), ("a" * 512, "a" * 512), ("a" * 513, "a" * 512)])
+def test_the_name_of_a_session_has_512_characters(sent: str, session: str | None) -> None:
+    assert session_of(Request({"type": "http", "headers": [(b"x-session-id", sent.encode())]})) == session
+
+
+def test_64_requests_may_be_checked_by_one_call() -> None:
+    bodies = [{"prompt": "a"}] * 65
+    assert len(CheckBody.model_validate({"requests": bodies[1:]}).requests) == 64
+    with pytest.raises(ValidationError, match="at most 64 items"):
+        CheckBody.model_validate({"requests": bodies})

@@ -8,7 +8,9 @@ import httpx2
 import openai
 import pytest
 
-from fastgen.serving.http.openai.responses.requests import ResponsesRequest
+from fastgen.serving.http.openai.requests import ChatRequest
+from fastgen.serving.http.openai.responses.requests import ResponsesRequest, in_its_names
+from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.tools.formats import TOOL_FORMATS
 from tests.serving.scripted import MODEL, ScriptedService, ask, scripted_codec
 from tests.serving.test_openai_tools import HERMES, OSLO, always
@@ -148,3 +150,68 @@ def test_a_message_behind_a_call_has_no_log_probabilities_of_the_arguments() -> 
     told = "".join(each.token for each in message.content[0].logprobs)
     assert told.endswith(message.content[0].text)
     assert "Oslo" not in told
+
+
+def chat_of(**fields: Any) -> ChatRequest:
+    return ResponsesRequest.model_validate({"model": MODEL, "input": "Hello", **fields}).chat()
+
+
+def test_the_allowed_tools_are_those_that_may_be_called() -> None:
+    def allowed(mode: str, *names: str) -> dict[str, Any]:
+        tools = [{"type": "function", "name": name} for name in names]
+        return chat_of(tools=TOOLS, tool_choice={"type": "allowed_tools", "mode": mode, "tools": tools}).model_dump()
+
+    for mode, names in (("auto", ["add"]), ("required", ["look_up"]), ("required", ["look_up", "add"])):
+        chat = allowed(mode, *names)
+        assert ([tool["function"]["name"] for tool in chat["tools"]], chat["tool_choice"]) == (names, mode)
+    with pytest.raises(BadRequestError, match=r"^tool_choice: there is no tool named 'b'$") as refused:
+        allowed("auto", "c", "add", "b")
+    assert refused.value.param == "tool_choice"
+    named = chat_of(tools=TOOLS, tool_choice={"type": "function", "name": "add"})
+    assert len(named.tools or ()) == 2
+    assert named.model_dump()["tool_choice"] == {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_parallel"),
+    [
+        ({"parallel_tool_calls": False}, None),
+        ({"parallel_tool_calls": False, "tools": []}, None),
+        ({"parallel_tool_calls": False, "tools": TOOLS}, False),
+        ({"parallel_tool_calls": True, "tools": TOOLS}, True),
+        ({"tools": TOOLS}, None),
+    ],
+)
+def test_without_tools_nothing_is_said_of_their_calls(fields: dict[str, Any], is_parallel: bool | None) -> None:
+    assert chat_of(**fields).parallel_tool_calls is is_parallel
+
+
+def test_a_call_belongs_to_the_message_of_the_assistant_before_it() -> None:
+    def call(call_id: str) -> dict[str, Any]:
+        return {"type": "function_call", "call_id": call_id, "name": "add", "arguments": ""}
+
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "I add."}]}
+    output = {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "4"}]}
+    items = [said, call("a"), call("b"), output, call("c"), {"role": "developer", "content": "Be brief."}]
+    messages = chat_of(instructions="Begin.", input=items).messages
+    assert [message.role for message in messages] == ["system", "assistant", "tool", "assistant", "developer"]
+    calls = [[each["id"] for each in message.model_dump().get("tool_calls") or ()] for message in messages]
+    assert calls == [[], ["a", "b"], [], ["c"], []]
+
+
+def test_a_refusal_of_the_chat_is_in_the_names_of_the_response() -> None:
+    for of_chat, param, message in (
+        ("messages", "input", "input: a messages"),
+        ("max_completion_tokens", "max_output_tokens", "max_output_tokens: a messages"),
+        ("max_tokens", "max_output_tokens", "max_output_tokens: a messages"),
+        ("reasoning_effort", "reasoning.effort", "reasoning.effort: a messages"),
+        ("response_format", "text.format", "text.format: a messages"),
+        ("tools[12].function.name", "tools[12].name", "tools[12].name: a messages"),
+        ("temperature", "temperature", "temperature: a messages"),
+    ):
+        with pytest.raises(BadRequestError) as refused, in_its_names():
+            raise BadRequestError(f"{of_chat}: a messages", param=of_chat, code="its_code")
+        assert (refused.value.param, str(refused.value), refused.value.code) == (param, message, "its_code")
+    with pytest.raises(BadRequestError) as refused, in_its_names():
+        raise BadRequestError("messages are wrong")
+    assert (refused.value.param, str(refused.value)) == (None, "input are wrong")

@@ -130,6 +130,17 @@ def test_a_call_that_breaks_off_is_content_or_a_call_begun(tool_format: ToolForm
         ("llama3", '{"name": "add", "parameters": {"a": 1}}', "", [("add", '{"a": 1}')]),
         ("llama3", '\n{"type": "function", "name": "add", "parameters": {}}', "", [("add", "{}")]),
         ("llama3", '{"answer": 4}', None, []),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}}no', "no", [("add", "{}")]),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}}</tool', "", [("add", "{}")]),
+        ("hermes", '<tool_call>{"name": "add"]</tool_call>', None, []),
+        ("hermes", '<tool_call>{"name": "add", "id": [1, "}"], "type": 2}</tool_call>', "", [("add", "{}")]),
+        ("hermes", '<tool_call>{"name": "add", "name": "look_up"}</tool_call>', None, []),
+        ("hermes", '<tool_call>{"arguments": {}, "arguments": {}, "name": "add"}</tool_call>', None, []),
+        ("hermes", '<tool_call>{"name": "add", "arguments": tru}</tool_call>', None, []),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "5"}</tool_call>', None, []),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "null"}</tool_call>', "", [("add", "{}")]),
+        ("hermes", 'It is \n<tool_call> {"name" : "add"} </tool_call> so', "It is so", [("add", "{}")]),
+        ("hermes", "\n ", None, []),
         ("llama3", 'It is {"name": "add", "parameters": {}}', None, []),
     ],
 )
@@ -156,6 +167,9 @@ def test_a_name_may_have_64_characters_and_a_longer_text_is_given_on_as_content(
     assert (first, last) == (CallBegins(0, name), CallEnds(0))
     text = "[TOOL_CALLS]" + "f" * 80
     assert ToolCallParser(named, NAMES).feed(text) == [Content(text)]
+    parser, text = ToolCallParser(named, NAMES), "[TOOL_CALLS]" + "f" * (64 + len("[ARGS]"))
+    assert parser.feed(text) == [], "the mark after a name may be the last that came"
+    assert parser.feed("f") == [Content(text + "f")]
 
 
 @pytest.mark.parametrize(

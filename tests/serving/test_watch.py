@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 
 from fastgen.runtime.requests.outputs import FinishReason, RequestMetrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.serving.admission.admission import Admitted
 from fastgen.serving.engine.messages import End, Progress
 from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.options import Limits
@@ -60,3 +62,45 @@ def test_an_answer_that_a_search_found_long_ago_came_when_it_was_found(watch: Wa
 def test_what_was_not_given_whole_is_no_answer(watch: Watch, reason: FinishReason) -> None:
     end(watch, arrived_s=0.5, first_token_s=0.25, gaps_s=[0.125], reason=reason)
     assert counted(watch) == (0.0, 0, 0)
+
+
+class Noted:
+    """Takes the place of an admitted request, and notes what is reported of it."""
+
+    def __init__(self) -> None:
+        self.notes: list[object] = []
+
+    def routed(self, replica: str) -> None:
+        self.notes.append(replica)
+
+    def started(self) -> None:
+        self.notes.append("started")
+
+    def ended(self, num_generated: int, *, is_whole: bool) -> None:
+        self.notes.append((num_generated, is_whole))
+
+
+@pytest.mark.parametrize(
+    ("reason", "index", "first_token_s", "num_gaps", "noted"),
+    [
+        ("stop", 0, 0.25, 3, (4, True)),
+        ("length", 0, 0.25, 0, (1, True)),
+        ("stop", 1, 0.25, 3, (0, False)),
+        ("cancelled", 0, 0.25, 3, (0, False)),
+        ("stop", 0, None, 0, (0, False)),
+    ],
+)
+def test_admission_hears_how_long_the_first_answer_got_if_it_is_whole(
+    watch: Watch, reason: FinishReason, index: int, first_token_s: float | None, num_gaps: int, noted: object
+) -> None:
+    request, admitted = EngineRequest(1, 512, SamplingParams(n=2), NOW_S - 1.0), Noted()
+    watch.submitted(request, cast(Admitted, admitted))
+    watch.request_routed(request, "b")
+    watch.request_started(request)
+    metrics = RequestMetrics(queue_s=0.0, ttft_s=0.01, gaps_s=[0.125] * num_gaps)
+    watch.completion_ended(request, Progress(1, index, [5], None, End(reason, None, None, metrics, first_token_s)))
+    for _ in range(2):
+        watch.request_gone(request)
+    watch.request_started(request)
+    watch.request_routed(request, "a")
+    assert admitted.notes == ["b", "started", noted]

@@ -8,7 +8,7 @@ would hardly have been shorter with the sequence's own tokens alone.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -97,14 +97,13 @@ class TimeAccount:
     def span(self, start_s: float, end_s: float) -> Span:
         """Returns how the time between ``start_s`` and ``end_s`` is divided."""
         seconds: dict[Cause, float] = defaultdict(float)
-        prompt_tokens: Counter[int] = Counter()
+        with_prompts: set[int] = set()  # requests whose prompts were computed
         for piece in self._slices:
             length_s = min(piece.end_s, end_s) - max(piece.start_s, start_s)
             if length_s <= 0:
                 continue
-            if piece.step is not None and piece.cause in (None, "passed_over"):
-                for entry in piece.step.prompts:
-                    prompt_tokens[request_of(entry.sequence)] += entry.num_tokens
+            if piece.step is not None:
+                with_prompts.update(request_of(entry.sequence) for entry in piece.step.prompts)
             if piece.cause is not None:
                 seconds[piece.cause] += length_s
             else:
@@ -115,7 +114,7 @@ class TimeAccount:
         return Span(
             seconds=end_s - start_s,
             shares=tuple(sorted(shares, key=lambda share: -share.seconds)),
-            others=self._others(prompt_tokens),
+            others=self._others(with_prompts - {self._arrival.request}),
         )
 
     def _tokens_by_cause(self, piece: _Slice) -> list[tuple[Cause, int]]:
@@ -128,15 +127,14 @@ class TimeAccount:
             ("other_prompts", num_prompt),
         ]
 
-    def _others(self, prompt_tokens: Counter[int]) -> OtherPrompts | None:
-        """Summarizes ``prompt_tokens``, the number of computed prompt tokens of each request."""
-        del prompt_tokens[self._arrival.request]
-        if not prompt_tokens:
+    def _others(self, requests: set[int]) -> OtherPrompts | None:
+        """Summarizes the other ``requests`` whose prompts were computed."""
+        if not requests:
             return None
         arrivals = self._recording.arrivals
-        longest = max(prompt_tokens, key=lambda request: (arrivals[request].prompt_tokens, -request))
+        longest = max(requests, key=lambda request: (arrivals[request].prompt_tokens, -request))
         return OtherPrompts(
-            num_requests=len(prompt_tokens),
+            num_requests=len(requests),
             longest_request=longest,
             longest_tokens=arrivals[longest].prompt_tokens,
         )

@@ -67,7 +67,7 @@ class KnownBlocks:
         answered = self._newer.tokens_at_end.get(last) or self._older.tokens_at_end.get(last)
         if answered is None:
             return num_blocks * self.block_size
-        return min(max(answered, num_blocks * self.block_size), request.num_prompt_tokens)
+        return min(answered, request.num_prompt_tokens)
 
 
 class _Generation:

@@ -167,7 +167,8 @@ class TapedForward(_ReplayedForward):
                 if num_tokens not in self._forwards:
                     self._forwards[num_tokens] = self._record(num_tokens)
             for num_rows in range(len(self._logits), 0, -1):
-                self._heads[num_rows] = self._record_head(num_rows)
+                if num_rows not in self._heads:
+                    self._heads[num_rows] = self._record_head(num_rows)
 
     def _record_head(self, num_rows: int) -> Graph:
         return self._pool.record(f"logits of {num_rows} rows", partial(self._head_step, num_rows))

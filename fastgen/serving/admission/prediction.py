@@ -128,7 +128,7 @@ class Load:
         else:
             del self._started[pending]
         if is_whole:
-            self._answer_share += _LATE * (min(1.0, num_generated / pending.num_new_tokens) - self._answer_share)
+            self._answer_share += _LATE * (num_generated / pending.num_new_tokens - self._answer_share)
 
     def observe(self, metrics: Metrics, now_s: float) -> None:
         """Takes the engine's counters since its start, as of ``now_s``."""
@@ -150,14 +150,15 @@ class Load:
         decoding = self._decoding(now_s)
         num_then = sum(num for _, num, _ in decoding) + sum(prompt.num_seqs for prompt in prompts)
         gap_size = _size_for(self._sizes, min(slots, num_then))
-        if not self.speed.most_tokens or gap_size > self.speed.most_tokens:
+        if gap_size > self.speed.most_tokens:
             return None
         steps = _Steps(self.speed, self._sizes, budget, decoding)
         ttft_s = steps.first_token_s(prompts, slots, room)
         if ttft_s is None:
             return None
-        done_s = min(self._progress_s(now_s), ttft_s)
-        return Prediction(ttft_s - done_s, self.speed.step_s(gap_size))
+        if num_ahead:
+            ttft_s -= min(self._progress_s(now_s), ttft_s)
+        return Prediction(ttft_s, self.speed.step_s(gap_size))
 
     def _leave_queue(self, pending: Pending, now_s: float) -> None:
         place = bisect_left(self._waiting, pending.urgency, key=_urgency)
@@ -211,7 +212,9 @@ class _Steps:
         self, speed: StepSpeed, sizes: tuple[int, ...], budget: int, decoding: Iterable[tuple[float, int, float]]
     ):
         self._speed, self._sizes, self._budget = speed, sizes, budget
-        self._ends = [(num_left, num_seqs, held) for num_left, num_seqs, held in decoding]
+        # For each request that is being answered: the step at which it ends, its sequences, and the tokens that it
+        # would have held before the first step, had it grown by one for each sequence in every step.
+        self._ends = list(decoding)
         heapify(self._ends)
         self._num_decodes = sum(num_seqs for _, num_seqs, _ in self._ends)
         self._num_held = sum(held for _, _, held in self._ends)
@@ -248,7 +251,6 @@ class _Steps:
                 if num_tokens + self._num_decodes > self._speed.most_tokens:
                     return None
                 num_steps = min(num_steps, max(1, math.floor(left[num_done] / num_tokens)))
-            num_steps = max(1, num_steps)
             time_s += num_steps * step_s
             self._num_steps += num_steps
             self._num_held += num_steps * self._num_decodes
@@ -268,22 +270,20 @@ class _Steps:
         return time_s
 
     def _begin(self, prompt: _Prompt) -> None:
-        held_at_end = prompt.num_held + prompt.num_answer * prompt.num_seqs
-        heappush(self._ends, (self._num_steps + prompt.num_answer, prompt.num_seqs, held_at_end))
+        num_held = prompt.num_held - self._num_steps * prompt.num_seqs
+        heappush(self._ends, (self._num_steps + prompt.num_answer, prompt.num_seqs, num_held))
         self._num_decodes += prompt.num_seqs
 
     def _end(self) -> None:
         """Removes the requests whose last step is over."""
         while self._ends and self._ends[0][0] <= self._num_steps:
-            _, num_seqs, held = heappop(self._ends)
+            _, num_seqs, num_held = heappop(self._ends)
             self._num_decodes -= num_seqs
-            self._num_held -= held
-        if not self._ends:
-            self._num_held = max(0.0, self._num_held)
+            self._num_held -= num_held + self._num_steps * num_seqs
 
     def _share(self, num_pending: float) -> tuple[float, float]:
         """Returns the prompt tokens of a step, of ``num_pending`` in total, and the seconds that it takes; see
-        ``even_share``.
+        ``even_share``. Its rule for many passes takes as long.
         """
         num_places = max(1, self._budget - self._num_decodes)
         share = num_pending / math.ceil(num_pending / num_places)

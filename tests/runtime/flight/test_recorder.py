@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import fastgen.runtime.requests.request
 from fastgen.errors import RequestTooLargeError
-from fastgen.runtime.flight.recorder import Recorder
+from fastgen.runtime.flight.recorder import BeamMoves, Recorder, StepRecord
 from fastgen.runtime.flight.recording import Arrival, Blocks, Finish, Recording
 from fastgen.runtime.flight.replay import first_difference
+from fastgen.runtime.flight.snapshot import SchedulerState
 from fastgen.runtime.requests.request import Request
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.step.step import Step as EngineStep
 from tests.runtime.histories import History, random_history
 
@@ -266,3 +269,84 @@ def test_a_recording_that_is_written_while_beams_move_on_has_their_tokens_of_its
         blocks_now, blocks_later = ([e for e in each.events if isinstance(e, Blocks)] for each in (now, later))
         assert blocks_later == blocks_now
         assert first_difference(later) is None
+
+
+def new_request(num_prompt_tokens: int, **fields: Any) -> Request:
+    return Request(0, [7] * num_prompt_tokens, SamplingParams(**fields), arrival_s=0.0)
+
+
+def test_memory_is_estimated_by_what_an_event_holds() -> None:
+    """A token of a request is estimated at 40 bytes."""
+    step, state = object.__new__(StepRecord), object.__new__(SchedulerState)
+    step.decodes, step.chunks, step.updates, step.copies = [(0, 0)] * 100, [((0, 0), 0, 1, 0)] * 3, [()] * 5, [()] * 2  # type: ignore[assignment, list-item]
+    assert step.num_bytes == 600 + 2000 + 1500
+    state.sequences = [SimpleNamespace(tables=((1, 2, 3), (4,)))] * 2  # type: ignore[list-item]
+    state.kv = SimpleNamespace(free=[0] * 10, cached=[0] * 5)  # type: ignore[assignment]
+    state.nodes, state.waiting = [()] * 4, [()] * 2  # type: ignore[assignment, list-item]
+    assert state.num_bytes == 1000 + 16 * 23 + 900 + 1000
+    recorder = Recorder(random_history(random.Random(0)).engine.recorder.engine, lambda: 0.0)
+    request = new_request(100, n=2, max_new_tokens=1)
+    recorder.arrived(request)
+    assert recorder._num_bytes == 4300
+    first, second = request.sequences
+    recorder.finished(first, "length", 1.0, [1.0], False)
+    assert recorder._num_bytes == 4600
+    second.token_ids.append(7)
+    recorder.finished(second, "length", 1.0, [1.0], True)
+    assert recorder._num_bytes == 4600 + 300 + 40 * 201
+    moves, beam = BeamMoves(), new_request(10, beam_width=2).sequences[0]
+    moves.add(beam, None, keeps_tokens=True)
+    moves.add(beam, beam, keeps_tokens=False)
+    assert moves.num_bytes == 300 + 200 + 400 + 200
+
+
+def test_a_snapshot_is_due_each_quarter_of_the_ring() -> None:
+    engine = random_history(random.Random(0)).engine.recorder.engine
+    for num_steps, num_bytes, is_due in ((9, 99, False), (10, 0, True), (0, 100, True)):
+        recorder = Recorder(engine, lambda: 0.0, max_steps=40, max_bytes=400, first_step=5)
+        recorder.next_step += num_steps
+        recorder._bytes_seen += num_bytes
+        assert recorder.wants_snapshot is is_due
+        recorder._last_snapshot = (recorder.next_step, recorder._bytes_seen)
+        assert not recorder.wants_snapshot
+
+
+@pytest.mark.parametrize(("max_bytes", "is_kept"), [(400, False), (401, True)])
+def test_a_snapshot_that_takes_a_quarter_of_the_ring_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, max_bytes: int, is_kept: bool
+) -> None:
+    state = SimpleNamespace(num_bytes=100)
+    monkeypatch.setattr("fastgen.runtime.flight.recorder.SchedulerState", lambda scheduler, step: state)
+    history = random_history(random.Random(0))
+    history.record_with(max_bytes=max_bytes)
+    recorder = history.engine.recorder
+    recorder.snapshot(history.engine.scheduler)
+    assert list(recorder._ring) == ([state] if is_kept else [])
+    assert recorder._last_snapshot == (0, 100 if is_kept else 0)
+
+
+def test_the_last_steps_are_searched_among_eight_times_as_many_events() -> None:
+    history = random_history(random.Random(1))
+    history.submit(8, max_new_tokens=8, ignore_eos=True)
+    history.step()
+    recorder = history.engine.recorder
+    for num_others, numbers in ((7, [0]), (8, [])):
+        recorder._ring.extend([new_request(1)] * (num_others - len(recorder._ring) + 2))
+        assert [record.number for record in recorder.last_steps(1)] == numbers
+    history.engine.cancel_all()
+
+
+def test_the_ring_holds_as_many_steps_and_bytes_as_it_may() -> None:
+    """An arrival of 100 tokens is estimated at 4300 bytes."""
+    history = random_history(random.Random(1))
+    recorder = bounded(history, max_steps=7)
+    history.submit(3, max_new_tokens=20, ignore_eos=True)
+    for _ in range(12):
+        history.step()
+    assert [step.step for step in recorder.recording("m").steps] == [5, 6, 7, 8, 9, 10, 11]
+    for max_bytes, num_kept in ((8600, 2), (8599, 1), (4300, 1), (10, 1)):
+        recorder = Recorder(recorder.engine, lambda: 0.0, max_bytes=max_bytes)
+        for _ in range(4):
+            recorder.arrived(new_request(100))
+        assert len(recorder._ring) == num_kept
+    history.engine.cancel_all()

@@ -19,6 +19,8 @@ from fastgen.runtime.flight.recording import Recording
 from fastgen.runtime.flight.timeline import CACHED, FREE, OTHERS, SHARED
 from fastgen.runtime.flight.timeline_picture import draw
 from fastgen.runtime.step.step import Step
+from tests.runtime.flight.test_why import arrival, recording
+from tests.runtime.flight.test_why import step as step_of
 from tests.runtime.histories import History, random_history
 
 
@@ -167,3 +169,84 @@ def test_an_undrawable_recording_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(InvalidArgumentError, match=r"needs matplotlib.*pip install 'fastgen-llm\[bench\]'"):
         draw(recording, tmp_path / "flight.png")
+
+
+def test_series_begin_with_the_first_step_and_count_what_each_did() -> None:
+    found = timeline.series(
+        recording(
+            *(arrival(9.0, request, 9) for request in range(3)),
+            step_of(
+                0, 10.0, 12.0, ("1.0", 3, 1, 1), ("0.0", 0, 5, 0), num_decodes=1, waiting=3, blocks_free=7,
+                preempted=("2.0",),
+            ),
+            step_of(1, 13.0, 16.0, ("0.0", 5, 4, 1)),
+        )
+    )  # fmt: skip
+    assert {name: values.tolist() for name, values in vars(found).items()} == {
+        "start_s": [0.0, 3.0],
+        "end_s": [2.0, 6.0],
+        "decodes": [1, 0],
+        "prompts": [5, 4],
+        "running": [2, 1],
+        "waiting": [3, 0],
+        "preemptions": [1, 0],
+        "blocks_free": [7, 10],
+    }
+    assert all(len(values) == 0 for values in vars(timeline.series(recording())).values())
+
+
+def highest(drawn: Any) -> list[float]:
+    """Returns the upper edge of each area that was filled."""
+    return [max(path.vertices[:, 1].max() for path in area.get_paths()) for area in drawn.collections]
+
+
+@pytest.mark.parametrize("max_steps", [10_000, 27, 0])
+def test_blocks_are_drawn_from_where_their_holders_are_known(max_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = random_history(random.Random(4), prefix_caching=True)
+    if max_steps == 27:
+        history.record_with(max_steps=max_steps)
+    history.live(80)
+    recorded = history.engine.recorder.recording("m")
+    if max_steps == 0:
+
+        def refuse(recording: Recording) -> None:
+            raise InvalidArgumentError("it has no snapshot")
+
+        monkeypatch.setattr(timeline, "block_map", refuse)
+    values, axes, num_blocks = timeline.series(recorded), Figure().subplots(), history.num_blocks - 1
+    timeline_picture._draw_blocks(axes, recorded, values)
+    assert axes.get_ylim() == (0, num_blocks)
+    num_held = len(values.start_s)
+    if max_steps:
+        blocks, (image,) = timeline.block_map(recorded), axes.images
+        assert list(image.get_extent()) == [blocks.start_s, values.end_s[-1], num_blocks, 0]
+        assert image.get_clim() == (-0.5, 10.5), "four colours, and seven of requests"
+        names = ["free", "cached", "shared", "other requests", *(f"request {each}" for each in blocks.requests)]
+        shown = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert shown == [name for code, name in enumerate(names) if (blocks.cells == code).any()]
+        num_held = values.start_s.tolist().index(blocks.start_s)
+        assert (num_held > 0) == (max_steps == 27)
+    if num_held:
+        assert highest(axes) == [num_blocks - values.blocks_free[:num_held].min()]
+        (path,) = axes.collections[0].get_paths()
+        assert path.vertices[:, 0].max() == values.end_s[num_held - 1]
+
+
+def test_the_tokens_of_a_step_are_its_decodes_and_above_them_those_of_prompts() -> None:
+    found = timeline.series(shared_and_cached().engine.recorder.recording("m"))
+    axes = Figure().subplots()
+    timeline_picture._draw_tokens(axes, found, 16)
+    assert highest(axes) == [found.decodes.max(), (found.decodes + found.prompts).max()]
+    (budget,) = axes.lines
+    assert list(budget.get_ydata()) == [16, 16]
+
+
+def test_a_picture_spans_the_time_of_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
+    lived = shared_and_cached().engine.recorder.recording("m")
+    at_one_moment = recording(arrival(2.0, 0, 9), step_of(0, 2.0, 2.0, ("0.0", 0, 9, 1)))
+    monkeypatch.setattr(timeline_picture, "_draw_blocks", lambda *given: None)
+    for each, end_s in ((lived, timeline.series(lived).end_s[-1]), (at_one_moment, 1.0)):
+        draw(each, tmp_path / "flight.svg")
+        assert [axes.get_xlim() for axes in drawn.pop().axes] == [(0.0, end_s)] * 4

@@ -23,6 +23,7 @@ from fastgen.runtime.flight.step_times import measured_steps
 from fastgen.runtime.flight.time_account import OtherPrompts, Share, Span
 from fastgen.runtime.flight.why import Preemption, Why, why
 from fastgen.runtime.flight.why_text import as_text, seconds
+from fastgen.runtime.step_cost.cost import StepCost
 
 ENGINE = EngineFacts(
     token_budget=100,
@@ -149,6 +150,12 @@ def test_steps_are_shared_by_tokens_with_prompts_and_decodes() -> None:
     assert (facts.finish_reason, facts.total_s) == (None, 31.0)
     assert "still going on where the recording ends" in as_text(facts)
     assert "51 % sharing steps with the 600-token prompt of request 1" in as_text(facts)
+    assert as_text(facts).splitlines()[1] == (
+        "First token after 31.00 s: 51 % sharing steps with the 600-token prompt of request 1, "
+        "32 % running while others had all the step's tokens, 13 % computing its own tokens, "
+        "3 % held back by the scheduling policy, 1 % sharing steps with decodes of others. "
+        "2 sequences waited when it came."
+    )
 
 
 WAITS: dict[str, tuple[dict[str, Any], str]] = {
@@ -182,9 +189,19 @@ BOUNDARIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a block is left": ({}, {"blocks_free": 1}, "queued_policy"),
     "a block is left for two groups": ({"windows": (None, 8)}, {"blocks_free": 1}, "queued_blocks"),
     "a prompt is not yet read": ({}, {"entries": (Entry("0.0", 0, 100, 0, 0),)}, "queued_tokens"),
+    "one of two prompts is not yet read": (
+        {},
+        {"entries": (Entry("0.0", 0, 60, 0, 1), Entry("2.0", 0, 40, 0, 0))},
+        "queued_tokens",
+    ),
     # 40 tokens and 9 new ones, of which the last is never computed, are three blocks of 16.
     "blocks for the request are left": ({"kv_reservation": "request"}, {"blocks_free": 3}, "queued_policy"),
     "too few for the request are": ({"kv_reservation": "request"}, {"blocks_free": 2}, "queued_blocks"),
+    "a length that any may have counts for none": (
+        {"kv_reservation": "request", "max_model_len": 97},
+        {"blocks_free": 3},
+        "queued_policy",
+    ),
     "blocks for any are left": (FOR_ANY, {"blocks_free": 6}, "queued_policy"),
     "too few for any are": (FOR_ANY, {"blocks_free": 5}, "queued_blocks"),
     "nothing is reserved": ({"max_model_len": 97}, {"blocks_free": 2}, "queued_policy"),
@@ -253,6 +270,18 @@ def test_the_longest_step_of_a_gap_is_found_in_a_recording_without_its_beginning
     )
     assert facts.worst_gap is not None
     assert (facts.worst_gap.after, facts.worst_gap.span.seconds, facts.worst_gap.step.step) == (1, 4.0, 11)
+
+
+@pytest.mark.parametrize(("came_s", "is_explained"), [(8.9, False), (9.0, True)])
+def test_a_request_is_explained_if_it_came_with_the_first_step_that_is_left(came_s: float, is_explained: bool) -> None:
+    some = recording(
+        arrival(came_s, 4, 10), step(9, 9.0, 10.0, ("4.0", 0, 10, 1), admitted=(slot("4.0", 0),)), first_step=9
+    )
+    if is_explained:
+        assert why(some, "4").ttft_s == 1.0
+    else:
+        with pytest.raises(InvalidArgumentError, match="request 4 came before step 9"):
+            why(some, "4")
 
 
 def test_tokens_that_came_at_one_moment_have_no_rate() -> None:
@@ -408,6 +437,20 @@ def test_several_tokens_of_one_step_come_without_a_gap() -> None:
     assert (facts.worst_gap.after, facts.worst_gap.span.seconds) == (4, 2.0)
 
 
+def test_only_the_step_that_admits_a_request_is_scheduled_in_its_waiting_time() -> None:
+    facts = why(
+        recording(
+            arrival(0.0, 0, 10),
+            step(0, 1.0, 3.0, ("0.0", 0, 10, 1), scheduled_s=1.5, admitted=(slot("0.0", 0),)),
+            step(1, 3.0, 4.0, ("0.0", 10, 1, 1), scheduled_s=3.25, num_decodes=1),
+        ),
+        "0",
+    )
+    assert facts.queue_s == 1.5
+    assert shares(facts.first_token) == {"queued_step": 1.5, "own": 1.5}
+    assert shares(facts.other_tokens) == {"own": 1.0}
+
+
 def test_a_failed_step_counts_as_nothing_computed() -> None:
     facts = why(
         recording(
@@ -452,6 +495,76 @@ def test_no_time_has_no_percentages() -> None:
     assert "No token came in 0 µs: no time passed." in as_text(facts)
 
 
+def test_the_longest_step_of_a_gap_is_told_with_its_tokens_and_phases() -> None:
+    decoded = [(f"{request}.0", 10, 1, 1) for request in range(2)]
+    prompts = [("2.0", 0, 1500, 0), ("3.0", 0, 1, 1)]
+    facts = why(
+        recording(
+            *(arrival(0.0, request, 1500) for request in range(4)),
+            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(slot("0.0", 0),)),
+            replace(
+                step(1, 2.0, 9.0, *decoded, *prompts, num_decodes=2, scheduled_s=2.5, build_s=0.25, ran_s=8.0),
+                preempted=("0.0",),
+            ),
+        ),
+        "0",
+        StepCost(tokens=((0, 6.5),)),
+    )
+    gaps, longest, expected, *_ = as_text(facts).splitlines()[3:]
+    assert gaps.startswith("Gaps between tokens: median 7.00 s, worst 7.00 s after token 1: ")
+    assert longest == (
+        "The longest step of that gap was step 1, 7.00 s for 2 decodes and 1,501 prompt tokens, where 6.50 s are "
+        "expected (schedule 500 ms, build 250 ms, forward and sample 5.25 s, update 1.00 s); meanwhile it was "
+        "preempted."
+    )
+    assert expected == "Its 2 steps took 8.00 s in all; 13.00 s are expected of such steps."
+
+
+def test_a_failed_step_in_a_gap_is_told_so() -> None:
+    facts = why(
+        recording(
+            arrival(0.0, 0, 10),
+            step(0, 0.0, 1.0, ("0.0", 0, 10, 1), admitted=(slot("0.0", 0),)),
+            replace(
+                step(1, 2.0, 2.0, ("0.0", 10, 1, 0), num_decodes=1, scheduled_s=2.5, ran_s=None),
+                ended_s=None,
+            ),
+            step(2, 2.5, 2.75, ("0.0", 10, 1, 1), num_decodes=1),
+        ),
+        "0",
+    )
+    assert "step 1, 500 ms for 1 decode (schedule 500 ms, then it failed)." in as_text(facts)
+
+
+def test_the_work_of_a_step_is_that_of_its_tokens_and_a_batch_that_differs_is_built() -> None:
+    drafted = replace(step(6, 6.0, 7.0), entries=(Entry("1.0", 21, 4, 3, 2), Entry("2.0", 5, 7, 0, 0)))
+    decodes = [("0.0", 10, 1, 1), ("1.0", 20, 1, 1)]
+    later = [("0.0", 11, 1, 1), ("1.0", 21, 1, 1)]
+    found = measured_steps(
+        recording(
+            *(arrival(0.0, request, 10) for request in range(3)),
+            step(0, 0.0, 1.0, *decodes, num_decodes=2),
+            step(1, 1.0, 2.0, *later, num_decodes=2),
+            step(2, 2.0, 3.0, later[1], num_decodes=1),
+            step(3, 3.0, 4.0, later[0], num_decodes=1),
+            step(4, 4.0, 5.0, ("2.0", 0, 5, 1)),
+            step(5, 5.0, 6.0, ("2.0", 5, 1, 1), num_decodes=1),
+            drafted,
+        )
+    )
+    assert [tuple(measured.work) for _, measured in found] == [
+        # tokens, tokens that are read, those that tokens of chunks read, rows of logits, chunks, whether it is built
+        (2, 11 + 21, 0, 2, 0, 1),
+        (2, 12 + 22, 0, 2, 0, 0),
+        (1, 22, 0, 1, 0, 1),
+        (1, 12, 0, 1, 0, 1),
+        (5, 5, 1 + 2 + 3 + 4 + 5, 1, 1, 1),
+        (1, 6, 0, 1, 0, 1),
+        (11, 25 + 12, (22 + 23 + 24 + 25) + (6 + 7 + 8 + 9 + 10 + 11 + 12), 4, 2, 1),
+    ]
+
+
 def test_durations_have_suitable_units_and_digits() -> None:
     texts = [seconds(length) for length in (0.0, 4e-6, 0.9994e-3, 0.9996e-3, 0.0123456, 0.9994, 0.9996, 1.844, 4000.0)]
     assert texts == ["0 µs", "4 µs", "999 µs", "1 ms", "12.3 ms", "999 ms", "1.00 s", "1.84 s", "4,000.00 s"]
+    assert seconds(0.9995) == "1.00 s"

@@ -401,3 +401,55 @@ def test_integrity_sees_what_a_window_should_have_freed():
     seq.num_computed_tokens = 4
     with pytest.raises(AssertionError, match="blocks missing from its table"):
         kv.check_integrity([seq])
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_computed", "num_shared", "expected"),
+    [
+        ((None,), 24, 12, True),
+        ((None,), 24, 24, True),
+        ((None,), 24, 25, False),
+        ((None,), 24, 0, False),
+        ((None, 5), 12, 12, True),
+        ((None, 5), 15, 12, True),
+        ((None, 5), 16, 12, False),  # the window has left a block behind that the fork needs
+        ((5, None), 16, 12, False),
+        ((None, 100), 16, 12, True),
+    ],
+)
+def test_a_fork_needs_computed_tokens_and_all_blocks_that_are_seen_from_there(
+    windows: tuple[int | None, ...], num_computed: int, num_shared: int, expected: bool
+) -> None:
+    kv, parent, child = KVCacheManager(num_blocks=40, block_size=4, windows=windows), sequence(), sequence(request_id=1)
+    kv.allocate(parent, num_computed)
+    parent.num_computed_tokens = num_computed
+    kv.advance(parent)
+    assert kv.can_fork(parent, num_shared) == expected
+    if expected:
+        kv.fork(parent, child, num_shared)
+        kv.check_integrity([parent, child])
+        assert child.num_computed_tokens == num_shared
+
+
+def test_a_sequence_that_awaits_copies_is_not_forked() -> None:
+    kv = KVCacheManager(num_blocks=10, block_size=4)
+    parent, child = sequence(), sequence(request_id=1)
+    kv.allocate(parent, 6)
+    parent.num_computed_tokens = 6
+    kv.fork(parent, child, 6)
+    allocation = kv.allocate(parent, 1)
+    assert allocation is not None
+    assert not kv.can_fork(parent, 6)
+    assert kv.can_fork(child, 6)
+    kv.copies_done(allocation.copies)
+    assert kv.can_fork(parent, 6)
+
+
+def test_integrity_sees_computed_tokens_without_a_place() -> None:
+    kv, seq = KVCacheManager(num_blocks=10, block_size=2), sequence()
+    kv.allocate(seq, 4)
+    seq.num_computed_tokens = 4
+    kv.check_integrity([seq])
+    seq.num_computed_tokens = 5
+    with pytest.raises(AssertionError, match="blocks for 4 tokens only"):
+        kv.check_integrity([seq])

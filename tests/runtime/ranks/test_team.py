@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import subprocess
+import threading
+from collections.abc import Callable
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +21,7 @@ from torch import Tensor
 from fastgen.compile.host.group_ranks import MeetingPoint
 from fastgen.compile.host.rank_memory import TIMEOUT_S, RankMemory
 from fastgen.errors import RankError
-from fastgen.runtime.ranks import follower, team
+from fastgen.runtime.ranks import follower, part, team
 from fastgen.runtime.ranks.leading import LeadingForward
 from fastgen.runtime.ranks.part import _sample_together
 from fastgen.runtime.ranks.team import FAILED, LOADED, READY, Team, _Members, ending_on_error
@@ -292,3 +296,137 @@ def test_ranks_end_with_a_step_that_fails_at_the_leader(
         with pytest.raises(type(error), match=f"^{message}$"):
             forward.some_logits(hidden, 2, 5)
         assert done[:3] == [*begun, given]
+
+
+class _Ending:
+    """A process that ends by itself ``takes_s`` after it is waited for, or when it is killed."""
+
+    def __init__(self, clock: Clock, takes_s: float):
+        self._clock, self._takes_s, self.done = clock, takes_s, list[Any]()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        self.done.append(timeout_s if timeout_s is None else pytest.approx(timeout_s))
+        if timeout_s is not None and self._takes_s > timeout_s:
+            self._clock.now_s += timeout_s
+            raise subprocess.TimeoutExpired("a rank", timeout_s)
+        self._clock.now_s += self._takes_s
+        return 0
+
+    def kill(self) -> None:
+        self.done.append("kill")
+        self._takes_s = 0.0
+
+
+def test_ranks_have_a_second_together_to_end_before_they_are_killed(
+    board: PlanBoard, clock: Clock, tmp_path: Path
+) -> None:
+    folder = tmp_path / "meeting"
+    folder.mkdir()
+    of = members(board, MeetingPoint("gloo", folder / "place"))
+    processes = [_Ending(clock, takes_s) for takes_s in (0.4, 5.0, 0.1)]
+    of.processes = processes  # type: ignore[assignment]
+    of.have_started.set()
+    of.watcher = threading.current_thread()
+    of.end()
+    assert [each.done for each in processes] == [[1.0], [0.6, "kill", None], [0.0, "kill", None]]
+    assert not folder.exists()
+    joined: list[bool] = []
+    for watcher in (None, SimpleNamespace(join=lambda: joined.append(True))):
+        of.watcher = watcher  # type: ignore[assignment]
+        of.end()
+    assert joined == [True]
+
+
+@pytest.mark.parametrize(
+    ("num_ready", "lost"), [(1, "rank 1 failed"), (2, "rank 1 failed; the model has to be loaded again")]
+)
+def test_a_rank_that_is_lost_after_all_were_ready_needs_the_model_to_be_loaded_again(
+    num_ready: int, lost: str, board: PlanBoard
+) -> None:
+    of = members(board, None)
+    of.num_sent[READY] = num_ready
+    of.lose("rank 1 failed")
+    assert of.lost == lost
+
+
+@pytest.mark.parametrize(
+    ("num_sent", "lost", "is_over"), [(1, None, False), (2, None, True), (0, "rank 1 failed", True)]
+)
+def test_a_message_is_waited_for_until_all_ranks_sent_it_or_one_is_lost(
+    num_sent: int, lost: str | None, is_over: bool, board: PlanBoard
+) -> None:
+    found: list[bool] = []
+
+    class Came(contextlib.nullcontext[None]):
+        def wait_for(self, is_there: Callable[[], object]) -> None:
+            found.append(bool(is_there()))
+
+    of = members(board, None)
+    of.came, of.lost = Came(), lost  # type: ignore[assignment]
+    of.num_sent[LOADED] = num_sent
+    checked: list[bool] = []
+    known: Any = SimpleNamespace(_members=of, memory=of.memory, check=lambda: checked.append(True))
+    Team._wait_until(known, LOADED)
+    assert (found, checked) == ([is_over], [True])
+
+
+def test_before_a_plan_is_written_a_method_is_called_as_long_as_its_object_is_there() -> None:
+    done: list[str] = []
+
+    class Caller:
+        def call(self) -> None:
+            done.append("called")
+
+    known: Any = SimpleNamespace(_before_plan=None, _wake=None, _giving_up=contextlib.nullcontext)
+    known.check = lambda: done.append("checked")
+    known.board = SimpleNamespace(write=lambda *given: done.append("written"))
+    Team.plan(known, Kind.LOGITS, ())
+    assert done == ["checked", "written"]
+    caller = Caller()
+    Team.before_plans(known, caller.call)
+    Team.plan(known, Kind.LOGITS, ())
+    assert done[2:] == ["checked", "called", "written"]
+    del caller
+    gc.collect()
+    Team.plan(known, Kind.LOGITS, ())
+    assert done[5:] == ["checked", "written"]
+
+
+@pytest.mark.parametrize(
+    ("count", "steps", "keeps"), [(1, "taped", True), (2, "taped", False), (2, "captured", True), (1, "captured", True)]
+)
+def test_ids_that_were_sampled_are_kept_where_all_ranks_have_them(
+    count: int, steps: str, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part, "InputBatch", lambda **sizes: sizes)
+    config: Any = SimpleNamespace(
+        token_budget=7, max_num_seqs=3, max_rows=4, num_kv_groups=2, max_blocks=5, block_size=16
+    )
+    described: Any = SimpleNamespace(spec=SimpleNamespace(rank=SimpleNamespace(count=count)))
+    backend: Any = SimpleNamespace(steps=steps, pads_batches=False)
+    made: Any = part.new_inputs(described, config, torch.device("cpu"), backend)
+    assert made == {
+        "token_budget": 7, "max_num_seqs": 3, "max_rows": 4, "num_groups": 2, "max_blocks": 5, "block_size": 16,
+        "device": torch.device("cpu"), "pads": False, "keeps_sampled": keeps,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("closes", "lost"), [(False, "rank 2 of 3 failed: no memory is left"), (True, None)], ids=["works", "closes"]
+)
+def test_a_rank_that_says_why_it_cannot_continue_is_lost_unless_the_team_is_closed(
+    closes: bool, lost: str | None, board: PlanBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = members(board, None)
+    of.connections = ["first", "second"]  # type: ignore[list-item]
+    heard: list[int] = []
+
+    def hear(of: _Members, index: int) -> str | None:
+        heard.append(index)
+        of.is_closing = closes and len(heard) == 2
+        return None if len(heard) == 1 else "failed: no memory is left"
+
+    monkeypatch.setattr(team, "wait", lambda connections, timeout_s: [connections[1]])
+    monkeypatch.setattr(_Members, "_hear", hear)
+    of._watch()
+    assert (heard, of.lost) == ([2, 2], lost)

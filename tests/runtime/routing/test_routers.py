@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.routing import ROUTERS, RoutedRequest, Router, block_hashes, make_router, prefix
 from fastgen.runtime.routing.block_hashes import MAX_HASHED_BLOCKS
-from fastgen.runtime.routing.known_blocks import KNOWN_BLOCKS
+from fastgen.runtime.routing.known_blocks import KNOWN_BLOCKS, KnownBlocks
 from fastgen.runtime.routing.prefix import MAX_SESSIONS, PrefixAffinity
+from fastgen.runtime.routing.router import ReplicaLoad
 from tests.pages import DOCS
 
 BLOCK = 16
@@ -189,6 +190,28 @@ def test_sessions_stay_where_they_were_also_without_common_blocks() -> None:
     assert router.rank(request(text(8, 300), session="chat"), REPLICAS)[0] == ranked[0], "it stays where it moved to"
 
 
+@pytest.mark.parametrize(("num_known", "num_new", "num_held"), [(320, 10, 320), (32, 248, 280)])
+def test_a_replica_holds_the_longer_of_a_session_and_of_the_known_blocks(
+    num_known: int, num_new: int, num_held: int
+) -> None:
+    """It is first while its outstanding tokens are fewer than those that it holds. The session has 32 prompt tokens."""
+    router, prompt, own = PrefixAffinity(block_size=BLOCK), text(1, 320), REPLICAS[4]
+    for before in (request(prompt[:num_known], 0), request(text(2, 32), num_new, session="chat")):
+        router.sent(before, own)
+        router.ended(before, own)
+    again = request(prompt, session="chat")
+    router.sent(request([], num_held - 1), own)
+    assert router.rank(again, REPLICAS)[0] == own
+    router.sent(request([], 1), own)
+    assert router.rank(again, REPLICAS)[-1] == own
+    router.forget(own)
+    for before in (request(prompt[:num_known], 0), request(text(2, 32), num_new, session="chat")):
+        router.sent(before, own)
+        router.ended(before, own)
+    router.sent(again, own)
+    assert router.outstanding(own) == 320 - num_held + 50
+
+
 def test_a_forgotten_replica_is_learned_again() -> None:
     prompt = text(1, 320)
     router = holder_of(prompt, REPLICAS[2], session="chat")
@@ -264,6 +287,44 @@ def test_known_blocks_are_found_whatever_is_guessed(seed: int) -> None:
                 assert known.num_blocks(each, guess) == count
 
 
+def test_blocks_of_a_full_half_are_forgotten_together() -> None:
+    """Of the twenty blocks each half holds those of two prompts."""
+    known, prompts = KnownBlocks(20, BLOCK), [request(text(seed, 5 * BLOCK)) for seed in range(6)]
+    held = []
+    for each in prompts:
+        known.note(each)
+        held.append(([known.num_blocks(other) for other in prompts], len(known)))
+    assert held == [
+        ([5, 0, 0, 0, 0, 0], 5),
+        ([5, 5, 0, 0, 0, 0], 10),
+        ([5, 5, 5, 0, 0, 0], 15),
+        ([5, 5, 5, 5, 0, 0], 20),
+        ([0, 0, 5, 5, 5, 0], 15),
+        ([0, 0, 5, 5, 5, 5], 20),
+    ]
+
+
+def test_what_is_held_of_a_prompt_ends_with_the_answer_to_an_earlier_one_or_with_the_prompt() -> None:
+    known, prompt = KnownBlocks(8, BLOCK), text(1, 4 * BLOCK)
+    known.note(request(prompt[: 2 * BLOCK + 3], num_new=20))
+    for num_tokens, num_blocks, num_held in ((60, 0, 0), (60, 1, 16), (60, 2, 55), (55, 2, 55), (50, 2, 50)):
+        assert known.num_tokens(request(prompt[:num_tokens]), num_blocks) == num_held
+    known.note(request(text(2, 3 * BLOCK)))
+    assert known.num_tokens(request(prompt[:60]), 2) == 55, "the older half knows the answer too"
+
+
+@pytest.mark.parametrize("name", ["least_tokens", "prefix"])
+def test_one_token_more_counts_more_than_any_order_of_sending(name: str) -> None:
+    router = make_router(name, block_size=BLOCK)
+    router.sent(request([], 11), "more")
+    for _ in range(50):
+        ended = request([], 1)
+        router.sent(ended, "fewer")
+        router.ended(ended, "fewer")
+    router.sent(request([], 10), "fewer")
+    assert router.rank(request([1]), ["more", "fewer"]) == ["fewer", "more"]
+
+
 def test_threads_may_call_it_at_once() -> None:
     router = make_router("prefix", block_size=BLOCK, num_blocks=200)
     errors: list[BaseException] = []
@@ -298,6 +359,15 @@ def test_threads_may_call_it_at_once() -> None:
 def test_an_unknown_router_is_refused_with_those_that_exist() -> None:
     with pytest.raises(InvalidArgumentError, match="'fewest' is not known; expected one of 'round_robin', 'random'"):
         make_router("fewest", block_size=BLOCK)
+
+
+def test_a_request_is_not_changed_and_is_equal_to_itself_only() -> None:
+    """There are many of them, so they hold no more than their fields."""
+    one = request([1])
+    assert one.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert one != request([1])
+    assert not hasattr(one, "__dict__")
+    assert not hasattr(ReplicaLoad(), "__dict__")
 
 
 def test_routers_are_routers() -> None:

@@ -120,3 +120,26 @@ def test_each_beam_reports_as_many_alternatives_as_it_asks_for() -> None:
         reported = [each.logprobs for each in row]
         assert len(reported) >= 4
         assert [each if each is None else len(each) for each in reported] == [count and count + 1] * len(reported)
+
+
+def test_rows_get_as_many_candidates_as_each_may_need_and_no_more_than_there_are_tokens() -> None:
+    """So many that all beams continue even if every token that ends one is among them."""
+    logits = torch.randn(3, VOCAB_SIZE)
+    wide = Request(0, PROMPT, SamplingParams(beam_width=30, logprobs=VOCAB_SIZE), arrival_s=0.0).sequences[1]
+    sequences = [beam(), beam(stop_token_ids=[9, 10, 11]), wide]
+    found = candidates(logits, sequences)
+    assert [len(each) for each in found] == [4 * 2, 4 * 5, VOCAB_SIZE]
+    for row, each in enumerate(found):
+        assert [token.token_id for token in each] == logits[row].argsort(descending=True).tolist()[: len(each)]
+    assert all(token.logprobs is not None and len(token.logprobs) == VOCAB_SIZE for token in found[2])
+    assert found[:2] == candidates(logits[:2], sequences[:2])
+
+
+@pytest.mark.parametrize("fields", [{"repetition_penalty": 3.0}, {"min_new_tokens": 4}])
+def test_a_beam_that_is_adjusted_has_its_scores_beside_one_that_is_not(fields: dict[str, Any]) -> None:
+    logits = torch.randn(2, VOCAB_SIZE)
+    logits[:, [EOS, 7]] += 3.0
+    for sequences in ([beam(), beam([5], **fields)], [beam([5], **fields), beam()]):
+        found = candidates(logits, sequences)
+        assert found == [candidates(logits[row : row + 1], [each])[0] for row, each in enumerate(sequences)]
+        assert found[0] != found[1]

@@ -11,11 +11,13 @@ import os
 import random
 import sys
 import threading
+import time
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -28,7 +30,7 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling import kept_formats, structured_output
 from fastgen.runtime.sampling import matcher as matching
 from fastgen.runtime.sampling.kept_formats import KeptFormats, most_kept_bytes
-from fastgen.runtime.sampling.matcher import CompiledFormat, MaskThreads, Matcher
+from fastgen.runtime.sampling.matcher import CompiledFormat, Constraint, MaskThreads, Matcher
 from fastgen.runtime.sampling.structured_output import Grammars
 from fastgen.runtime.step import late_masks
 from fastgen.runtime.text.detokenizer import TokenDecoder
@@ -475,6 +477,171 @@ def test_tokens_may_take_so_much_time_at_once_and_a_share_of_the_time_that_passe
     now_s += 10.0
     assert threads.may_take(0.09), "idle time is not saved up"
     assert not threads.may_take(0.02)
+
+
+def test_tokens_may_take_a_tenth_of_a_second_at_once() -> None:
+    assert MaskThreads().may_take(0.1)
+    assert not MaskThreads().may_take(0.1001)
+
+
+@pytest.mark.parametrize(("num_processors", "num_threads"), [(2, 2), (4, 4), (64, 4), (None, 1)])
+def test_there_are_as_many_threads_as_processors_up_to_four(
+    monkeypatch: pytest.MonkeyPatch, num_processors: int | None, num_threads: int
+) -> None:
+    monkeypatch.setattr(matching, "os", SimpleNamespace(cpu_count=lambda: num_processors))
+    threads = MaskThreads()
+    assert (threads.threads._max_workers, threads.slow_threads._max_workers) == (num_threads, num_threads)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
+def test_a_low_priority_is_ten_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered: list[tuple[int, ...]] = []
+    monkeypatch.setattr(os, "setpriority", lambda *given: lowered.append(given))
+    matching.lower_priority(77)
+    matching.lower_priority()
+    assert lowered == [(os.PRIO_PROCESS, 77, 10), (os.PRIO_PROCESS, threading.get_native_id(), 10)]
+
+
+class _TimedMasks:
+    """A vocabulary of 32 tokens and the state of a grammar that always goes on. A mask takes the next of ``lengths_s``
+    of a processor clock that shows nothing else."""
+
+    all_tokens = np.full(1, -1, np.int32)
+
+    def __init__(self, lengths_s: list[float]) -> None:
+        self.lengths_s, self.clock_s = lengths_s, 0.0
+
+    def next_tokens(self, state: Any) -> tuple[Mask, bool]:
+        self.clock_s = self.lengths_s.pop(0)
+        return np.full(1, 6, np.int32), False
+
+    def mask_of(self, token_ids: Any) -> Mask:
+        return np.zeros(1, np.int32)
+
+    def thread_time(self) -> float:
+        now_s, self.clock_s = self.clock_s, 0.0
+        return now_s
+
+    def deep_copy(self) -> _TimedMasks:
+        return self
+
+    def consume_token(self, token_id: int) -> bool:
+        return True
+
+    def is_stopped(self) -> bool:
+        return False
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, lengths_s: list[float]) -> Matcher:
+    masks = _TimedMasks(lengths_s)
+    monkeypatch.setattr(matching, "time", SimpleNamespace(thread_time=masks.thread_time, monotonic=time.monotonic))
+    constraint = Constraint(CompiledFormat(masks), masks, MaskThreads(), np.zeros(1, np.int32), 0)
+    return constraint.matcher()
+
+
+class _Awaited:
+    """A mask that notes how long it is waited for."""
+
+    def __init__(self, *, has_come: bool) -> None:
+        self.has_come, self.waits_s = has_come, list[float | None]()
+
+    def result(self, timeout_s: float | None = None) -> Mask:
+        self.waits_s.append(timeout_s)
+        if not self.has_come:
+            raise TimeoutError
+        return np.zeros(1, np.int32)
+
+
+def test_a_mask_is_waited_for_until_the_deadline_and_not_at_all_after_a_slow_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    subject, mask = timed(monkeypatch, []), _Awaited(has_come=True)
+    monkeypatch.setattr(matching, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    monkeypatch.setattr(subject, "_overdue", lambda mask: mask)
+    subject._mask = mask  # type: ignore[assignment]
+    assert subject.is_ready(100.25)
+    assert subject.is_ready(99.0), "it is there although the time is up"
+    subject._is_slow = True
+    assert subject.is_ready(100.25)
+    subject.wait(0.5)
+    subject.mask()
+    assert mask.waits_s == [0.25, 0.0, 0.0, 0.5, pytest.approx(0.1), None]
+    assert not subject.is_late
+    mask.has_come = False
+    assert not subject.is_ready(100.25)
+    assert subject.is_late
+    mask.has_come = subject.is_complete = True
+    assert not subject.is_ready(100.25), "the answer is complete"
+    assert subject.is_late
+
+
+def test_threads_are_replaced_once() -> None:
+    threads = MaskThreads()
+    busy = threads.threads
+    threads.replace(busy)
+    fresh = threads.threads
+    assert fresh is not busy
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        busy.submit(int)
+    threads.replace(busy)
+    assert threads.threads is fresh
+    assert fresh.submit(int).result() == 0
+
+
+@pytest.mark.parametrize(("length_s", "is_slow"), [(0.01, False), (0.0101, True)])
+def test_no_step_waits_for_a_mask_after_one_that_took_more_than_ten_milliseconds(
+    monkeypatch: pytest.MonkeyPatch, length_s: float, is_slow: bool
+) -> None:
+    subject = timed(monkeypatch, [length_s, 0.0, 0.0])
+    threads = subject._constraint.threads
+    assert allowed(subject, 32) == {1, 2}
+    subject.advance(1)
+    assert subject._pool is (threads.slow_threads if is_slow else threads.threads)
+    subject.mask()
+    subject.advance(1)
+    assert subject._pool is threads.threads, "the mask after it took no time"
+
+
+@pytest.mark.parametrize(
+    ("lengths_s", "fails"),
+    [
+        ([0.1001, 0.0, 0.1001, 0.1001, 0.0], False),
+        ([0.1001, 0.1001, 0.0, 0.1001, 0.1001], True),
+        ([0.1] * 5, False),
+    ],
+)
+def test_the_fourth_mask_that_takes_more_than_a_tenth_of_a_second_ends_the_answer(
+    monkeypatch: pytest.MonkeyPatch, lengths_s: list[float], fails: bool
+) -> None:
+    subject = timed(monkeypatch, lengths_s)
+    for _ in range(4):
+        assert allowed(subject, 32) == {1, 2}
+        subject.advance(1)
+    assert allowed(subject, 32) == (set() if fails else {1, 2})
+    assert ("of 4 tokens each took more than 0.1 s of processor time" in subject._failure) is fails
+
+
+def names(first: int, last: int) -> list[str]:
+    return [f"p{index}" for index in range(first, last + 1)]
+
+
+@pytest.mark.parametrize(
+    ("schema", "runs"),
+    [
+        (wide(299), []),
+        (wide(300), [names(0, 299)]),
+        (wide(600, required=["p99", 7, "p400"]), [names(100, 399)]),
+        (wide(700, required=["p99", "p399"]), [names(400, 699)]),
+        (wide(599, required=["p299"]), []),
+        ({"anyOf": [wide(300), {"items": wide(301)}, 3]}, [names(0, 300), names(0, 299)]),
+        ({"properties": names(0, 300)}, []),
+        (wide(300, required=names(0, 299)), []),
+    ],
+)
+def test_a_run_of_three_hundred_properties_that_may_be_left_out_is_long(
+    schema: dict[str, Any], runs: list[list[str]]
+) -> None:
+    assert sorted(structured_output.optional_runs(schema)) == sorted(runs)
 
 
 NUMBERS = ("no", "one", "two", "three", "four", "five")

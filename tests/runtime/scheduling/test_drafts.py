@@ -7,9 +7,17 @@ from typing import Any, cast
 
 import pytest
 
-from fastgen.runtime.requests.request import Request, Sequence
+from fastgen.runtime.requests.request import TO_COME, Request, Sequence
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.runtime.scheduling.drafts import INDEXED_AT_ONCE, DraftedSequence, NgramDrafter, NgramIndex
+from fastgen.runtime.scheduling.drafts import (
+    INDEXED_AT_ONCE,
+    DraftedSequence,
+    NgramDrafter,
+    NgramIndex,
+    owner,
+    with_drafts,
+)
+from fastgen.runtime.scheduling.schedule import ScheduledTokens
 
 
 def sequence(token_ids: list[int], num_generated: int = 0, **fields: int) -> Sequence:
@@ -128,3 +136,28 @@ def test_a_drafted_sequence_is_the_sequence_with_its_drafts_generated() -> None:
     assert (drafted.num_tokens, drafted.num_prompt_tokens) == (6, 2)
     assert (drafted.request, drafted.index) == (seq.request, seq.index)
     assert seq.token_ids == [5, 6, 7, 8]
+    assert owner(drafted) is owner(seq) is seq
+
+
+def test_decodes_with_drafts_are_chunks_as_long_as_there_are_places() -> None:
+    first, second, third = sequence([1, 2]), sequence([3]), sequence([4])
+    first.num_computed_tokens = 1
+    awaits, beam, refused = sequence([5, TO_COME]), sequence([6], beam_width=2), sequence([7])
+    asked, allocated = [], []
+
+    def propose(seq: Sequence, most: int) -> list[int]:
+        asked.append((seq, most))
+        return [9] * min(most, 3)
+
+    def allocate(seq: Sequence, num_tokens: int) -> bool:
+        allocated.append((seq, num_tokens))
+        return seq is not refused
+
+    plain, drafted = with_drafts([first, awaits, beam, refused, second, third], 5, propose, allocate)
+    assert plain == [awaits, beam, refused, third]
+    chunks = [ScheduledTokens(first, 1, 4, True, (9, 9, 9)), ScheduledTokens(second, 0, 3, True, (9, 9))]
+    assert drafted == chunks
+    assert [chunk.num_rows for chunk in chunks] == [4, 3]
+    assert asked == [(first, 5), (refused, 2), (second, 2)]
+    assert allocated == [(first, 4), (refused, 3), (second, 3)]
+    assert with_drafts([first], 5, lambda seq, most: [], allocate) == ([first], [])

@@ -177,6 +177,92 @@ def test_a_member_of_a_batch_that_was_preempted_comes_back_into_it() -> None:
     assert sum(entry[:2] == (1, 0) for entries in taken for entry in entries) == 2, "it was computed again"
 
 
+# Plans, worked out by hand
+
+FREE_SLOTS, BUDGET = 4, 100
+
+
+def some(num: int, *, first_runs_again: bool = False) -> list[Sequence]:
+    """Returns sequences of requests that came at 20 s."""
+    found = [Request(index, [1, 2], SamplingParams(), arrival_s=20.0).sequences[0] for index in range(num)]
+    if first_runs_again:
+        found[0].num_preemptions = 1
+    return found
+
+
+def view(
+    num_decodes: int = 0,
+    num_prompts: int = 0,
+    waiting: list[Sequence] | None = None,
+    *,
+    num_opened: int = 0,
+    now_s: float = 20.0,
+) -> StepView:
+    return StepView(
+        decodes=some(num_decodes),
+        prompts=some(num_prompts),
+        waiting=waiting or [],
+        num_waiting=len(waiting or []),
+        num_free_slots=FREE_SLOTS,
+        num_opened=num_opened,
+        token_budget=BUDGET,
+        sizes=(BUDGET,),
+        now_s=now_s,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        # A batch runs: its prompts come first, and as many more as were opened.
+        (view(num_decodes=2), StepPlan(True, 98, 0)),
+        (view(num_prompts=1), StepPlan(False, 100, 0)),
+        (view(num_decodes=2, num_prompts=1), StepPlan(False, 100, 0)),
+        (view(num_decodes=2, num_opened=1), StepPlan(False, 100, 1)),
+        (view(num_prompts=1, waiting=some(9)), StepPlan(False, 100, 0)),
+        (view(num_decodes=2, waiting=some(9)), StepPlan(True, 98, 0)),
+        (view(num_decodes=2, waiting=some(9, first_runs_again=True)), StepPlan(False, 100, 0)),
+        (view(waiting=some(1, first_runs_again=True), num_opened=1), StepPlan(False, 100, 1)),
+        # Nothing runs: three are a batch, or fewer when the first has waited for half a second.
+        (view(waiting=some(3)), StepPlan(False, 100, 3)),
+        (view(waiting=some(9)), StepPlan(False, 100, 3)),
+        (view(waiting=some(2)), StepPlan(False, 0, 0, until_s=20.5)),
+        (view(waiting=some(2), now_s=20.25), StepPlan(False, 0, 0, until_s=20.5)),
+        (view(waiting=some(2), now_s=20.5), StepPlan(False, 100, 2)),
+        (view(waiting=some(1), now_s=21.0), StepPlan(False, 100, 1)),
+    ],
+)
+def test_plans_of_dynamic_batching(asked: StepView, expected: StepPlan) -> None:
+    assert DynamicBatching(batch_size=3, max_delay_s=0.5).plan(asked) == expected
+
+
+def test_a_batch_is_by_default_as_large_as_there_are_slots_and_waits_fifty_milliseconds() -> None:
+    policy = DynamicBatching()
+    assert policy.plan(view(waiting=some(3))) == StepPlan(False, 0, 0, until_s=20.05)
+    assert policy.plan(view(waiting=some(4))) == policy.plan(view(waiting=some(9))) == StepPlan(False, 100, 4)
+    assert StaticBatching().plan(view(waiting=some(3))) == StepPlan(False, 100, 3), "without a delay"
+    policy.check(1)
+    DynamicBatching(batch_size=4).check(4)
+    assert DynamicBatching(batch_size=1, max_delay_s=0).plan(view(waiting=some(1))) == StepPlan(False, 100, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "expected"),
+    [
+        ("orca", view(num_decodes=3, num_prompts=1), StepPlan(True, 97, 4)),
+        ("orca", view(), StepPlan(True, 100, 4)),
+        ("prefill_first", view(num_decodes=3, num_prompts=1), StepPlan(False, 100, 4)),
+        ("prefill_first", view(num_decodes=3, waiting=some(1)), StepPlan(False, 100, 4)),
+        ("prefill_first", view(num_decodes=3), StepPlan(True, 0, 0)),
+        # 2 tokens of each prompt are pending; the only size is the budget.
+        ("splitfuse", view(num_decodes=3, num_prompts=2, waiting=some(3)), StepPlan(True, 10, 4)),
+        ("splitfuse", view(num_decodes=3, num_prompts=90), StepPlan(True, 97, 4)),
+    ],
+)
+def test_plans_of_the_others(name: str, asked: StepView, expected: StepPlan) -> None:
+    assert POLICIES[name]().plan(asked) == expected
+
+
 # Which policy
 
 

@@ -12,6 +12,7 @@ from fastgen.errors import InvalidArgumentError, OutOfMemoryError, RequestTooLar
 from fastgen.runtime.flight.replay import first_difference
 from fastgen.runtime.flight.time_account import TimeAccount
 from fastgen.runtime.kv_cache.block_pool import BlockPool
+from fastgen.runtime.requests.request import Request
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.simulated import Arrival, SimulatedServer
 from fastgen.runtime.step_cost.cost import StepCost
@@ -160,3 +161,47 @@ def test_the_pool_is_never_asked_for_more_than_it_has(monkeypatch: pytest.Monkey
         history = random_history(rng, prefix_caching=True, kv_reservation="request")
         history.live(100)
     assert not refused
+
+
+def test_beams_have_one_reservation_until_the_last_of_them_stops() -> None:
+    """A prompt of 10 tokens and 8 of an answer: 17 are computed, in 2 blocks that both share and 3 of each, with one
+    for copies."""
+    server = SimulatedServer(
+        COST, token_budget=64, max_num_seqs=8, num_blocks=41, block_size=4, kv_reservation="request", max_model_len=64
+    )
+    reservations = server.engine.scheduler.reservations
+    first, second = Request(0, range(10), SamplingParams(max_new_tokens=8, beam_width=2), 0.0).sequences
+    for slot, beam in enumerate((first, second)):
+        assert reservations.has_room(beam)
+        reservations.reserve(beam)
+        beam.slot = slot
+        assert (reservations.num_blocks, reservations.num_free) == (2 + 2 * (3 + 1), 30)
+    first.slot = None
+    reservations.release(first)
+    assert reservations.num_blocks == 10
+    second.slot = None
+    reservations.release(second)
+    reservations.release(second)
+    assert (reservations.num_blocks, reservations.num_free) == (0, 40)
+
+
+def test_what_is_free_to_the_last_block_is_room() -> None:
+    """16 tokens of a sequence are computed, in 4 blocks; where whole contexts are reserved, 63 tokens in 16 blocks."""
+    for kind, num_needed in (("request", 4), ("context", 16)):
+        server = SimulatedServer(
+            COST, token_budget=64, max_num_seqs=8, num_blocks=41, block_size=4, kv_reservation=kind, max_model_len=64
+        )
+        reservations = server.engine.scheduler.reservations
+        sequences = [
+            Request(index, [1] * 10, SamplingParams(max_new_tokens=7), 0.0).sequences[0] for index in range(11)
+        ]
+        num_fitting = 0
+        while reservations.has_room(sequences[num_fitting]):
+            reservations.reserve(sequences[num_fitting])
+            num_fitting += 1
+        assert num_fitting == 40 // num_needed
+        assert reservations.num_free == 40 % num_needed
+        assert reservations.has_room(sequences[0]), "it has its blocks already"
+        for sequence in sequences:
+            reservations.release(sequence)
+        assert reservations.num_free == 40

@@ -730,3 +730,84 @@ def test_a_step_looks_at_no_more_waiting_requests_than_there_are_slots(monkeypat
             costs.append((taken(schedule), len(looks)))
             assert len(set(looks)) <= 4
     assert costs[:6] == costs[6:]
+
+
+def test_integrity_sees_a_schedule_that_does_not_add_up() -> None:
+    scheduler = make()
+    add(scheduler, 0, 5)
+    schedule = planned(scheduler)
+    scheduler._scheduled = schedule._replace(num_tokens=4)
+    with pytest.raises(AssertionError, match="5 tokens are said to be 4"):
+        scheduler.check_integrity()
+    scheduler._scheduled = schedule
+    ran(scheduler, schedule)
+
+
+# Room for others
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "token_budget", "num_needed"),
+    [
+        (8, 16, 1),  # a decode at position 8, which begins a block of 4
+        (7, 16, 0),
+        (20, 16, 3),  # 4 tokens of a prompt are left: a block, and two for others
+        (20, 3, 3),
+        (60, 16, 6),  # 44 are left
+        (60, 17, 7),
+    ],
+)
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_step_ahead_needs_blocks_for_each_decode_and_for_the_first_prompt(
+    num_prompt: int, token_budget: int, num_needed: int, num_groups: int
+) -> None:
+    scheduler = make(num_groups=num_groups)
+    assert not scheduler.forks.nobody_is_preempted(16), "nothing runs"
+    add(scheduler, 0, num_prompt)
+    step(scheduler)
+    pool = scheduler.kv.pool
+    pool.allocate(pool.num_free - num_groups * num_needed)
+    assert scheduler.forks.nobody_is_preempted(token_budget)
+    if num_needed:
+        pool.allocate(1)
+        assert not scheduler.forks.nobody_is_preempted(token_budget)
+
+
+def test_a_preempted_sequence_returns_where_each_running_one_has_a_block_left() -> None:
+    """Its 9 tokens take 3 blocks; two sequences run."""
+    scheduler = make()
+    add(scheduler, 0, 5)
+    add(scheduler, 1, 5)
+    step(scheduler)
+    seq = Request(2, range(9), SamplingParams(), 0.0).sequences[0]
+    pool = scheduler.kv.pool
+    pool.allocate(pool.num_free - 5)
+    seq.num_preemptions = 1
+    assert scheduler.forks.has_room(seq)
+    pool.allocate(1)
+    assert not scheduler.forks.has_room(seq)
+    seq.num_preemptions = 0
+    assert scheduler.forks.has_room(seq), "a new one needs room for its first chunk only"
+    seq.num_preemptions = 1
+    for running in list(scheduler.running):
+        scheduler.finish(running)
+    pool.allocate(pool.num_free)
+    assert scheduler.forks.has_room(seq), "nothing else runs"
+
+
+@pytest.mark.parametrize(
+    ("windows", "beam_width", "expected"),
+    [
+        ((None,), 1, 5),  # 18 tokens in blocks of 4
+        ((None,), 3, 2 + 3 * (3 + 1)),  # two full blocks of the prompt are shared
+        ((None, None), 3, 4 + 3 * (6 + 2)),
+        ((None, 100), 3, 3 * (10 + 2)),  # a window may have left them behind
+        ((100, None), 3, 3 * (10 + 2)),
+    ],
+)
+def test_beams_share_the_prompt_where_no_window_leaves_it_behind(
+    windows: tuple[int | None, ...], beam_width: int, expected: int
+) -> None:
+    kv = KVCacheManager(101, 4, windows)
+    forks = Scheduler(kv, token_budget=16, max_num_seqs=4).forks
+    assert forks.blocks_needed(10, 18, beam_width) == expected

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 
+import numpy as np
 import pytest
 
 from fastgen.runtime.scheduling.policies.step_time import StepTimeModel
@@ -155,3 +157,97 @@ def test_more_work_never_takes_less() -> None:
         work = mixed(rng)
         for more in (work._replace(num_tokens=600), work._replace(num_context=10**6), work._replace(num_pairs=10**9)):
             assert model.predict_s(more) >= model.predict_s(work) >= 0.0
+
+
+class ByHand:
+    """The formulas of the model written out, a number at a time."""
+
+    def __init__(self) -> None:
+        self.fit, self.found = [0.0] * 4, [0.0] * 4
+        self.information = [[0.0001 * (row == column) for column in range(4)] for row in range(4)]
+        self.error, self.margin, self.num_seen = 0.1, 0.2, 0
+
+    @staticmethod
+    def parts(work: StepWork) -> list[float]:
+        return [1.0, work.num_tokens / 256, work.num_context / 16384, work.num_pairs / 4194304]
+
+    def expected_s(self, work: StepWork) -> float:
+        return sum(part * factor for part, factor in zip(self.parts(work), self.found, strict=True))
+
+    def upper_bound_s(self, work: StepWork) -> float:
+        spread = np.linalg.inv(self.information) @ self.parts(work) @ self.parts(work)
+        return self.expected_s(work) * (1 + min(1, max(0, self.margin))) + self.error * math.sqrt(spread)
+
+    def observe(self, work: StepWork, step_s: float) -> None:
+        expected_s, weight = self.expected_s(work), 1.0
+        if self.num_seen < 4 or not expected_s:
+            expected_s = step_s if step_s > 0.000001 else 0.000001
+        else:
+            off, limit = step_s / expected_s - 1, 3 * (self.error if self.error > 0.01 else 0.01)
+            weight = 1.0 if abs(off) < limit else limit / abs(off)
+            if work.num_pairs:
+                self.error = 0.95 * self.error + 0.05 * (abs(off) if abs(off) < 2 * limit else 2 * limit)
+                self.margin += 0.995 * self.error if off > self.margin else -0.005 * self.error
+                self.margin = self.margin if self.margin < 8 * self.error else 8 * self.error
+                for row in range(4):
+                    for column in range(4):
+                        self.information[row][column] *= 0.99
+                    self.information[row][row] += 0.000001
+        self.num_seen += 1
+        parts = [part / expected_s for part in self.parts(work)]
+        known = [sum(self.information[row][place] * parts[place] for place in range(4)) for row in range(4)]
+        share = sum(part * each for part, each in zip(parts, known, strict=True))
+        for row in range(4):
+            for column in range(4):
+                if share > 1:
+                    self.information[row][column] -= 0.02 * known[row] * known[column] / share
+                self.information[row][column] += weight * parts[row] * parts[column]
+        off = step_s / expected_s - sum(part * factor for part, factor in zip(parts, self.fit, strict=True))
+        gain = np.linalg.inv(self.information) @ parts
+        self.fit = [self.fit[place] + weight * off * gain[place] for place in range(4)]
+        if min(self.fit) >= 0:
+            self.found = list(self.fit)
+            return
+        for _ in range(4):
+            for place in range(4):
+                row = self.information[place]
+                others = sum(row[each] * (self.found[each] - self.fit[each]) for each in range(4) if each != place)
+                self.found[place] = max(0.0, self.fit[place] - others / row[place])
+
+
+def test_what_is_learned_is_what_the_formulas_say() -> None:
+    """Over decodes and chunks, single pauses, a device that becomes slower, and one where context costs nothing."""
+    rng, num_at_zero = random.Random(10), 0
+    for cost in (COST, StepCost.linear(0.004, 2e-5, 0.0, 0.0)):
+        model, by_hand = StepTimeModel(), ByHand()
+        works = [rng.choice([decodes, mixed])(rng) for _ in range(70)]
+        for number, work in enumerate(works):
+            step_s = cost.seconds(work) * rng.lognormvariate(0.0, 0.03) * (1.5 if number > 50 else 1)
+            step_s = {30: 1.0, 40: 0.02}.get(number, step_s)
+            model.observe(work, step_s)
+            by_hand.observe(work, step_s)
+            information = [number for row in by_hand.information for number in row]
+            expected = [*by_hand.fit, *by_hand.found, *information, by_hand.error, by_hand.margin]
+            assert model.learned[:26] == pytest.approx(expected, rel=1e-6, abs=1e-10)
+            for each in (work, StepWork(512, 20_000, 30_000_000)):
+                assert model.predict_s(each) == pytest.approx(by_hand.expected_s(each), rel=1e-6)
+                assert model.upper_bound_s(each) == pytest.approx(by_hand.upper_bound_s(each), rel=1e-6)
+            num_at_zero += 0.0 in by_hand.found
+        assert model.learned[26:] == (70, max(work.num_tokens for work in works))
+    assert 10 < num_at_zero < 130
+
+
+@pytest.mark.parametrize(("margin", "scatter"), [(-0.5, 1.0), (0.0, 1.0), (0.25, 1.25), (1.0, 2.0), (7.0, 2.0)])
+def test_the_scatter_is_between_once_and_twice_the_expected_time(margin: float, scatter: float) -> None:
+    model = StepTimeModel()
+    model.recall((*model.learned[:25], margin, 4.0, 16.0))
+    assert model.scatter == scatter
+
+
+def test_a_step_that_the_clock_is_too_coarse_for_teaches_nothing() -> None:
+    model, rng = StepTimeModel(), random.Random(4)
+    for _ in range(20):
+        model.observe(decodes(rng), 0.0)
+    assert model.learned == StepTimeModel().learned
+    learn(model, [decodes(rng) for _ in range(20)], rng)
+    assert model.predict_s(work := decodes(rng)) == pytest.approx(COST.seconds(work), rel=0.01)

@@ -152,3 +152,49 @@ def test_integrity_sees_what_is_out_of_place() -> None:
     queue._levels.pop()
     with pytest.raises(AssertionError, match="classes"):
         queue.check_integrity()
+
+
+def test_two_move_up_in_a_step_when_their_time_has_come() -> None:
+    queue = WaitingQueue(aging_s=10.0)
+    first, second, third = (arrive(queue, number, priority=3, now_s=0.0) for number in range(3))
+    urgent = arrive(queue, 3, priority=0, now_s=5.0)
+    for now_s, levels in ((9.5, [3, 3, 3]), (10.0, [0, 0, 3]), (10.5, [0, 0, 0])):
+        queue.age(now_s)
+        queue.check_integrity()
+        assert [seq.urgency[0] for seq in (first, second, third)] == levels
+    assert [request_id for request_id, _ in order(queue)] == [3, 0, 1, 2]
+    assert queue.entries == [(urgent.request, 5.0), (first, 10.0), (second, 10.0), (third, 10.5)]
+
+
+def test_a_wait_in_the_most_urgent_class_begins_again() -> None:
+    queue = WaitingQueue(aging_s=10.0)
+    urgent, other = arrive(queue, 0, priority=0, now_s=0.0), arrive(queue, 1, priority=1, now_s=1.0)
+    queue.age(10.0)
+    assert queue.entries == [(other.request, 1.0), (urgent.request, 10.0)]
+    queue.age(11.0)
+    assert queue.entries == [(urgent.request, 10.0), (other, 11.0)]
+    assert other.urgency[0] == 0
+
+
+def test_a_restored_queue_continues_as_the_first_would() -> None:
+    """Its sequences keep their places, and new ones come behind them and behind those that run."""
+    queue = WaitingQueue()
+    first, second, third = (arrive(queue, request_id, n=2) for request_id in range(3))
+    urgent = arrive(queue, 3, priority=-1)
+    running = arrive(queue, 4)
+    for seq in (first, second, third, urgent, running):
+        queue.remove(seq)
+    held = queue.held
+    for running_too in ([running], []):
+        restored = WaitingQueue()
+        entries = [(third, 7.0), (urgent, 8.0), (first, 9.0)]
+        restored.restore(entries, held, running_too)
+        restored.check_integrity()
+        assert [request_id for request_id, _ in order(restored)] == [3, 0, 2]
+        assert (restored.entries, restored.held, restored.num_held) == (entries, held, 3)
+        last = 4 if running_too else 3  # the highest turn
+        assert arrive(restored, 5).urgency == (0, last + 1, 0)
+        assert [request_id for request_id, _ in order(restored)] == [3, 0, 2, 5]
+    empty = WaitingQueue()
+    empty.restore([], [], [])
+    assert arrive(empty, 6).urgency == (0, 1, 0)

@@ -161,6 +161,43 @@ class FakeTrial:
         self.calls.append("clear")
 
 
+class RecordingPool:
+    """Notes what is recorded. A recorded step is run again where it is replayed."""
+
+    def __init__(self) -> None:
+        self.names = list[str]()
+
+    def record(self, name: str, step: Callable[[], None]) -> Any:
+        self.names.append(name)
+        step()
+        return SimpleNamespace(replay=step)
+
+
+def batch_of(num_tokens: int, num_rows: int) -> Any:
+    return SimpleNamespace(input_ids=torch.zeros(num_tokens), logits_indices=torch.zeros(num_rows, dtype=torch.int32))
+
+
+def test_which_steps_are_recorded_and_when() -> None:
+    """All up to 64 tokens, and those that the scheduler fills: the largest first, then that of a single token."""
+    pool = RecordingPool()
+    forward = TapedForward(
+        cast(Any, FakeModel([1, 2], torch.float32)),
+        cast(Any, None),
+        cast(Any, pool),
+        batch_of,
+        Results(2, 2, torch.float32, torch.device("cpu")),
+        sizes=(1, 2, 64, 128),
+        max_rows=3,
+    )
+    assert pool.names == ["a step of 128 tokens", "a step of 1 tokens", "logits of 1 rows"]
+    for num_tokens in (63, 65, 127, 128, 63):
+        assert forward.hidden(batch_of(num_tokens, 0)).tolist() == [[1, 2]] * num_tokens
+    assert pool.names[3:] == ["a step of 63 tokens"]
+    forward.record_sizes()
+    assert pool.names[4:6] == ["a step of 64 tokens", "a step of 2 tokens"]
+    assert pool.names[6:] == ["logits of 3 rows", "logits of 2 rows"]
+
+
 def captured(
     row: list[float], dtype: torch.dtype, change: Callable[[Tensor], Tensor] | None
 ) -> tuple[CapturedForward, FakePool]:

@@ -19,13 +19,15 @@ from fastgen.models.causal_lm import CausalLM
 from fastgen.runtime.kv_cache.block_tables import BlockCopy
 from fastgen.runtime.kv_cache.kv_cache_manager import KVCacheManager
 from fastgen.runtime.requests.request import Request
+from fastgen.runtime.requests.sampled import SampledToken
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling.sampler import Sampler
+from fastgen.runtime.scheduling.drafts import DraftedSequence
 from fastgen.runtime.scheduling.schedule import Schedule
 from fastgen.runtime.scheduling.scheduler import Scheduler
 from fastgen.runtime.step.forward import Forward
 from fastgen.runtime.step.input_batch import InputBatch
-from fastgen.runtime.step.model_runner import ModelRunner
+from fastgen.runtime.step.model_runner import ModelRunner, accept
 from fastgen.runtime.step.step import Step
 
 VOCAB_SIZE = 400
@@ -242,3 +244,26 @@ def test_blocks_are_copied_before_the_forward_pass() -> None:
     copies = (BlockCopy(0, 0, 5, 7), BlockCopy(1, 2, 2, 3), BlockCopy(0, 1, 1, 8))
     bench.run_step(schedule._replace(block_copies=copies))
     assert model.seen == [0, 1, 2, 2, 4, 5, 6, 5, 1]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "error_at", "num_counting"),
+    [
+        ([5, 6, 7, 9], None, 4),
+        ([5, 6, 8, 9], None, 3),
+        ([5, 1, 7, 9], None, 2),
+        ([1, 6, 7, 9], None, 1),  # later drafts are right again, but behind another token
+        ([5, 6, 7, 9], 1, 2),  # an error ends the sequence there
+    ],
+)
+def test_tokens_count_up_to_the_first_draft_that_was_wrong(
+    token_ids: list[int], error_at: int | None, num_counting: int
+) -> None:
+    """The drafts are 5, 6 and 7. A decode follows."""
+    drafting, other = (Request(index, [1, 2], SamplingParams(), 0.0).sequences[0] for index in range(2))
+    rows = [drafting, *(DraftedSequence(drafting, (5, 6, 7)[:num]) for num in (1, 2, 3)), other]
+    errors = ["broken" if place == error_at else None for place in range(4)]
+    tokens = [SampledToken(token_id, error=error) for token_id, error in zip(token_ids, errors, strict=True)]
+    sampled, num_accepted = accept(rows, [*tokens, SampledToken(3)])
+    assert sampled == [*((drafting, token) for token in tokens[:num_counting]), (other, SampledToken(3))]
+    assert num_accepted == {drafting: num_counting - 1}

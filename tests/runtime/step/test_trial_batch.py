@@ -109,3 +109,24 @@ def test_its_sequences_are_chunks_and_decodes_in_blocks_of_their_own() -> None:
     assert inputs.views(3, 0).cu_seqlens_q.tolist() == [0, 3, 3, 3, 3, 3, 3]
     trial.clear()
     assert not inputs.buffers.packed.any()
+
+
+def test_its_sequences_are_no_longer_than_the_model_allows_and_no_more_than_there_are_slots() -> None:
+    inputs = InputBatch(
+        token_budget=40,
+        max_num_seqs=3,
+        max_rows=3,
+        num_groups=1,
+        max_blocks=1,
+        block_size=16,
+        device=torch.device("cpu"),
+    )
+    trial = TrialBatch(inputs, num_blocks=50, max_model_len=10, vocab_size=7)
+    assert trial.fill(40) == 21
+    batch = inputs.views(40, 0)
+    assert batch.cu_seqlens_q.tolist() == [0, 10, 11, 21]
+    assert batch.seq_lens.tolist() == [10, 1, 10]
+    assert batch.input_ids.tolist() == [index % 7 for index in range(40)]
+    assert batch.token_source.tolist() == [-1] * 40
+    assert batch.block_tables[0, :, 0].tolist() == [1, 2, 3]
+    assert batch.slot_mapping[0].tolist() == [*range(16, 26), 32, *range(48, 58), *[0] * 19]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from statistics import fmean, median
 
 import numpy as np
 import pytest
@@ -161,3 +163,80 @@ def test_least_squares_above_zero_are_optimal(seed: int) -> None:
     assert found.min() >= 0
     assert slope.max() < 1e-8
     assert np.abs(slope[found > 0]).max(initial=0) < 1e-8
+
+
+# The number of steps with so many tokens, and the points of the table that is fitted to them.
+TABLES = [
+    ({4: 20}, [4]),
+    ({5: 19, 9: 1}, [5, 9]),
+    ({1: 6, 2: 5, 8: 5, 40: 5}, [1, 2, 8, 40]),
+    # Four steps at 2 are too few, with that of 3 they make a point at 4, and the last point moves to the largest step.
+    ({1: 6, 2: 4, 3: 1, 8: 5, 40: 4}, [1, 4, 40]),
+]
+POINTS = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192]
+
+
+@pytest.mark.parametrize(("num_steps", "points"), [*TABLES, (dict.fromkeys([*POINTS, 9000], 5), [*POINTS, 9000])])
+def test_the_table_has_a_point_where_enough_steps_are(num_steps: Mapping[int, int], points: list[int]) -> None:
+    steps = [MeasuredStep(StepWork(num, 0, 0), 1.0 + num, 1) for num, count in num_steps.items() for _ in range(count)]
+    fitted = fit_step_cost(steps)
+    assert [count for count, _ in fitted.tokens] == points
+    for num in num_steps:
+        assert fitted.seconds(StepWork(num, 0, 0)) == pytest.approx(1.0 + num, rel=0.01)
+
+
+def test_the_table_of_padded_steps_is_over_their_sizes() -> None:
+    steps = [
+        MeasuredStep(StepWork(num, 0, 0), 1.0 + size, 1) for num, size in ((3, 4), (6, 8), (9, 9)) for _ in "12345"
+    ]
+    fitted = fit_step_cost([*steps, *steps], sizes=(1, 2, 4, 8))
+    assert [count for count, _ in fitted.tokens] == [4, 8, 9]
+    assert fitted.sizes == (1, 2, 4, 8)
+    assert [fitted.seconds(StepWork(num, 0, 0)) for num in (3, 4, 5, 8)] == pytest.approx([5.0, 5.0, 9.0, 9.0])
+
+
+@pytest.mark.parametrize(("noise", "pause_s"), [(0.1, 0.5), (0.1, 9.0), (0.0005, 0.02)])
+def test_large_errors_count_less_and_pauses_up_to_a_bound(noise: float, pause_s: float) -> None:
+    """Steps with one token and with eight, whose times have nothing in common but the usual error of both."""
+    rng, times_s = random.Random(11), {1: 1.0, 8: 3.0}
+    measured_s = {num: [time_s * rng.lognormvariate(0.0, noise) for _ in range(25)] for num, time_s in times_s.items()}
+    for place in range(5):
+        measured_s[8][place] += pause_s
+    usual_s = dict.fromkeys(times_s, 1.0)
+    weights = {num: [1.0] * 25 for num in times_s}
+    for _ in range(12):
+        for num, seconds in measured_s.items():
+            pairs = list(zip(weights[num], seconds, strict=True))
+            usual_s[num] = sum(weight / each_s for weight, each_s in pairs) / sum(w / s**2 for w, s in pairs)
+        errors = {num: [abs(usual_s[num] / each_s - 1) for each_s in seconds] for num, seconds in measured_s.items()}
+        limit = 2 * max(median([*errors[1], *errors[8]]), 0.002)
+        weights = {num: [min(1.0, limit / error) if error else 1.0 for error in own] for num, own in errors.items()}
+    mean_s = {num: fmean(min(s, 4 * usual_s[num]) for s in seconds) for num, seconds in measured_s.items()}
+    factor = sum(map(sum, measured_s.values())) / (25 * sum(mean_s.values()))
+    fitted = fit_step_cost([MeasuredStep(StepWork(num, 0, 0), s, 1) for num, own in measured_s.items() for s in own])
+    for num in times_s:
+        assert fitted.seconds(StepWork(num, 0, 0)) == pytest.approx(factor * mean_s[num], rel=1e-6)
+
+
+def test_a_cost_is_scaled_to_what_was_measured_and_its_scatter_counts_time() -> None:
+    parts = {"host_s": 1.0, "row_s": 2.0, "chunk_s": 3.0, "context_s": 4.0, "pair_s": 5.0}
+    cost = StepCost(tokens=((1, 1.0), (2, 4.0)), **parts, built_s=6.0, called_s=7.0, recorded=(1,), sizes=(2,))
+    scaled = cost.scattered([(1.0, 3.0), (1.0, 1.0)])
+    assert scaled.tokens == ((1, 2.0), (2, 8.0))
+    found = (scaled.host_s, scaled.row_s, scaled.chunk_s, scaled.context_s, scaled.pair_s)
+    assert found == (2.0, 4.0, 6.0, 8.0, 10.0)
+    assert (scaled.built_s, scaled.called_s, scaled.recorded, scaled.sizes) == (12.0, 14.0, (1,), (2,))
+    # Of 201 quantiles the one in the middle ends the first half.
+    assert scaled.scatter == pytest.approx([201 / 401] * 101 + [603 / 401] * 100)
+    scaled = cost.scattered([(1.0, 2.0), (3.0, 3.0)])
+    assert scaled.host_s == 1.25
+    assert scaled.scatter == pytest.approx([201 / 251] * 151 + [402 / 251] * 50)
+
+
+def test_a_drawn_factor_lies_between_two_quantiles() -> None:
+    cost = StepCost(tokens=((1, 1.0),), scatter=(0.5, 1.0, 3.0), noise=0.7)
+    drawn, same = random.Random(1), random.Random(1)
+    for _ in range(50):
+        place = 2 * same.random()
+        assert cost.draw_ratio(drawn) == pytest.approx(0.5 + 0.5 * place if place < 1 else 1.0 + 2 * (place - 1))
+    assert StepCost(tokens=((1, 1.0),)).draw_ratio(drawn) == 1.0

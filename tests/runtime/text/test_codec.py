@@ -215,3 +215,85 @@ def test_a_tokenizer_with_a_token_of_a_huge_text_is_refused(tmp_path: Path) -> N
     file.write_text(json.dumps(tokenizer))
     with pytest.raises(CheckpointError, match="has 5000 characters; at most 4096"):
         codec_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("num_characters", "max_tokens", "encoded"),
+    [
+        (80, 10, [80]),
+        (81, 10, [80, 81]),
+        (640, 10, [80, 160, 320, 640]),
+        (641, 10, [80, 160, 320, 640, 641]),
+        (9, 1, [8, 9]),
+    ],
+)
+def test_beginnings_of_eight_characters_a_token_and_twice_as_many_are_encoded_before_a_text(
+    tmp_path: Path, num_characters: int, max_tokens: int, encoded: list[int]
+) -> None:
+    save_tokenizer(tmp_path)
+    codec = codec_of(tmp_path)
+    calls: list[tuple[int, bool]] = []
+
+    def encode(text: str, adds_special_tokens: bool) -> list[int]:
+        calls.append((len(text), adds_special_tokens))
+        return [7]
+
+    codec.encode_plain, codec.max_tokens = encode, max_tokens
+    assert codec.encode_text("a" * num_characters, add_special_tokens=True) == [7]
+    assert calls == [(length, False) for length in encoded[:-1]] + [(encoded[-1], True)]
+
+
+@pytest.mark.parametrize(("num_tokens", "is_refused"), [(74, False), (75, True)])
+def test_a_beginning_may_have_sixty_four_tokens_too_many(tmp_path: Path, num_tokens: int, is_refused: bool) -> None:
+    """Where it is cut, its last tokens may be others than those of the whole text."""
+    save_tokenizer(tmp_path)
+    codec = codec_of(tmp_path)
+    codec.encode_plain, codec.max_tokens = lambda text, adds_special_tokens: [0] * num_tokens, 10
+    if is_refused:
+        with pytest.raises(PromptTooLongError, match="a text of 81 characters has more than 10 tokens"):
+            codec.encode("a" * 81)
+    else:
+        assert len(codec.encode("a" * 81)) == num_tokens
+
+
+@pytest.mark.parametrize("named", [[9, "7"], [9, True], [9, -1], "9", True, -1, 9.0])
+def test_a_model_whose_end_of_text_is_no_token_id_is_refused(tmp_path: Path, named: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: eos_token_id must be a token id or a list of them"):
+        codec_of(tmp_path, eos_token_id=named)
+
+
+@pytest.mark.parametrize("message", ["x", 5, {"role": 3, "content": "x"}, {"role": "user"}, {"content": "x"}])
+def test_a_message_has_a_role_and_a_content(tmp_path: Path, message: Any) -> None:
+    save_wrapping_tokenizer(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"message 1 must be \{'role': …, 'content': …\}, not "):
+        codec_of(tmp_path).encode_chat([*USER, message])
+
+
+@pytest.mark.parametrize(
+    "part", ["x", {"text": "x"}, {"type": "image", "text": "x"}, {"type": "text"}, {"type": "text", "text": 3}]
+)
+def test_a_part_of_a_message_is_a_text(tmp_path: Path, part: Any) -> None:
+    save_wrapping_tokenizer(tmp_path)
+    codec, good = codec_of(tmp_path), {"type": "text", "text": "the "}
+    with pytest.raises(InvalidArgumentError, match=r"message 0: content must be text, or parts .*, not "):
+        codec.encode_chat([{"role": "user", "content": [good, part]}])
+    parts = [good, {"type": "text", "text": "cat"}]
+    assert codec.encode_chat([{"role": "user", "content": parts}]) == codec.encode_chat(USER)
+
+
+def test_arguments_of_calls_are_text_for_a_template_that_joins_them(tmp_path: Path) -> None:
+    """Calls that are no calls are left as they are."""
+    save_wrapping_tokenizer(tmp_path)
+    codec, rendered = codec_of(tmp_path), list[Any]()
+
+    def render(messages: list[dict[str, Any]], tools: Any, options: Any) -> str:
+        rendered.append(messages[0].get("tool_calls"))
+        if len(rendered) == 1:
+            raise TypeError('can only concatenate str (not "dict") to str')
+        return "cat"
+
+    codec.render_chat = render
+    as_object, as_text = ({"id": 1, "function": {"name": "f", "arguments": each}} for each in ({"é": 1}, '{"é": 1}'))
+    others = [as_text, {"function": 3}, {"function": {"name": "f"}}, "x"]
+    codec.encode_chat([{**USER[0], "tool_calls": [as_object, *others]}])
+    assert rendered == [[as_object, *others], [as_text, *others]]

@@ -85,3 +85,20 @@ def test_machines_may_take_the_time_to_join_that_the_file_gives_them(
         assert built == "the application"
         assert waited_s <= clock.now_s - began_s
     assert arguments == {"model": "m", **given}, "the file's own arguments are left alone"
+
+
+def test_an_actor_may_fail_three_times_to_start_and_logs_no_requests() -> None:
+    for deployment in made({"replicas": 2}):
+        assert deployment._deployment_config.max_constructor_retry_count == 3
+        logging_config = deployment._deployment_config.logging_config
+        assert (logging_config["log_level"], logging_config["enable_access_log"]) == ("WARNING", False)
+
+
+def test_replicas_are_placed_on_the_machines_of_the_cluster_where_none_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(application, "machines", lambda: [LAPTOP])
+    ingress: Any = application.application({"model": "tiny-llama", "replicas": 4})._bound_deployment
+    assert reserved(ingress.init_args[0]._bound_deployment)[:2] == (2, 0)
+    with pytest.raises(NoRoomError, match="room for 0"):
+        application.application({"model": "tiny-llama", "replicas": 4}, on=[])

@@ -63,7 +63,8 @@ def test_a_cluster_of_this_machine_is_started_for_the_block_and_collects_nothing
         assert (found.head, found.is_alive, ray.num_ended) == (ray.address, True, 0)
         (given,) = ray.given
         assert (given["address"], given["namespace"], given["include_dashboard"]) == ("local", "serve", False)
-        assert given["object_store_memory"] < 1 << 30, "Ray would take a third of the memory"
+        assert given["object_store_memory"] == 128 << 20, "Ray would take a third of the memory"
+        assert given["configure_logging"]
         assert [os.environ[name] for name in OF_A_STARTED_ONE] == ["0.5", "5000", "0"]
         assert [os.environ[name] for name in OF_ALL] == ["0", "1"]
     assert ray.num_ended == 1
@@ -99,3 +100,15 @@ def test_why_there_is_no_cluster_is_said_in_a_sentence(
     with pytest.raises(FastgenError, match=sentence) as refused, cluster.connected(address):
         raise AssertionError
     assert type(refused.value) is kind
+
+
+@pytest.mark.parametrize(
+    "address", ["ray://10.0.0.1:6379", "10.0.0.1", ":6379", "10.0.0.1:", "10.0.0.1:head", "ray://10.0.0.1", "head"]
+)
+def test_an_address_of_another_form_is_refused_before_anything_is_asked(ray: PlayedRay, address: str) -> None:
+    with (
+        pytest.raises(InvalidArgumentError, match=r"expected auto, or HOST:PORT of the cluster's head"),
+        cluster.connected(address),
+    ):
+        raise AssertionError
+    assert ray.given == []

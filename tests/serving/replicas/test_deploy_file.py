@@ -13,7 +13,9 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.serving.options import ServeOptions
 from fastgen.serving.replicas.deploy_file import deploy_file
+from fastgen.serving.replicas.settings import check_ports, generation_of, settings_of
 
 
 def read(text: str) -> tuple[ServeDeploySchema, dict[str, Any]]:
@@ -114,3 +116,37 @@ def test_the_command_writes_the_file_and_starts_nothing() -> None:
     done = subprocess.run([*command, "--print-config"], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert done.stdout == deploy_file({"port": 8123, "replicas": 2, "model": "tiny-llama"})
+
+
+def test_the_settings_of_both_deployments_are_complete() -> None:
+    health = {"health_check_period_s": 2.0, "health_check_timeout_s": 10.0}
+    assert settings_of(ServeOptions(replicas=3, drain_timeout_s=7.5)) == {
+        "Replicas": {
+            "num_replicas": 3,
+            "max_ongoing_requests": 1_048_576,
+            **health,
+            "graceful_shutdown_timeout_s": 600.0,
+            "graceful_shutdown_wait_loop_s": 0.1,
+        },
+        "Ingress": {
+            "num_replicas": 1,
+            **health,
+            "graceful_shutdown_timeout_s": 37.5,
+            "graceful_shutdown_wait_loop_s": 0.1,
+            "max_surge_percent": 100,
+        },
+    }
+    assert settings_of(ServeOptions())["Replicas"]["num_replicas"] == 1
+
+
+def test_replicas_need_certain_ports() -> None:
+    for options, name in ((ServeOptions(port=0), "port"), (ServeOptions(grpc_port=0), "grpc_port")):
+        with pytest.raises(InvalidArgumentError, match=f"^{name}=0: replicas need a certain port"):
+            check_ports(options)
+    check_ports(ServeOptions(replicas=1, port=1, grpc_port=None))
+    check_ports(ServeOptions(replicas=1, port=65_535, grpc_port=1))
+
+
+def test_a_generation_is_named_by_16_digits_of_its_arguments() -> None:
+    # The beginning of the SHA-256 of {"memory": "1GiB", "model": "a/b"}
+    assert generation_of({"model": Path("a/b"), "memory": "1GiB"}) == "f46d3e065a60f194"

@@ -86,6 +86,7 @@ def test_a_cluster_that_is_gone_is_named_and_has_nothing_to_end(endings: Any) ->
     [
         ("RUNNING", {}, True),
         ("DELETING", {"Ingress": {"STOPPING": 1}}, True),
+        ("DELETING", {"Ingress": {"RUNNING": 0, "STOPPING": 1}}, True),
         ("DELETING", {"Ingress": {"STOPPING": 0}, "Replicas": {"STOPPING": 1}}, False),
         ("DELETING", {"Replicas": {"STOPPING": 1}}, False),
     ],
@@ -282,3 +283,51 @@ def test_an_application_has_no_key_among_its_arguments(monkeypatch: pytest.Monke
     given = {"model": "tiny-llama", "replicas": 1}
     application.application(given, key_digests=["ab"], on=[Machine("m", 8, 0, GIB)])
     assert ["ab"] in dict(bound)["Ingress"]
+
+
+@pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
+def test_a_port_that_is_given_is_kept_and_a_free_one_is_found_for_0(address: str | None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with launch._ports(ServeOptions(port=port, grpc_port=0, replicas=1, address=address)) as ports:
+        assert ports["port"] == port
+        assert 1024 <= ports["grpc_port"] != port
+
+
+def test_what_hangs_is_waited_for_before_and_after_it_is_killed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr("ray.serve.delete", lambda name, _blocking: calls.append("delete"))
+    monkeypatch.setattr(launch, "_is_deleted", lambda cluster, timeout_s: calls.append(timeout_s))
+    monkeypatch.setattr(launch, "kill_actors", lambda: len(calls))
+    launch._delete(ALIVE)
+    assert calls == ["delete", 5.0, 10.0]
+    assert caplog.messages == ["2 processes of replicas do not end, and are killed"]
+
+
+def test_the_actors_of_the_application_that_still_run_are_killed_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors = ("fastgen#Replicas#a", "fastgen#Replicas#b", "other#Replicas#c", "fastgen#Ingress#d")
+    names = [f"SERVE_REPLICA::{actor}" for actor in actors]
+    killed: list[Any] = []
+
+    def listed(all_namespaces: bool) -> list[dict[str, str]]:
+        assert all_namespaces, "Ray Serve has a namespace of its own"
+        return [{"name": name, "namespace": "serve"} for name in names]
+
+    def found(name: str, namespace: str) -> str:
+        if name == names[1]:
+            raise ValueError("it has ended")
+        return f"{namespace}/{name}"
+
+    monkeypatch.setattr("ray.util.list_named_actors", listed)
+    monkeypatch.setattr("ray.get_actor", found)
+    monkeypatch.setattr("ray.kill", killed.append)
+    assert cluster.kill_actors() == 2
+    assert killed == [f"serve/{names[0]}", f"serve/{names[3]}"]
+
+
+def test_a_long_error_of_ray_is_cut_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with launch._unless_it_fails("it cannot be ended"):
+        raise TimeoutError("a \n" + "b" * 500)
+    assert caplog.messages == ["it cannot be ended: a " + "b" * 298]

@@ -28,10 +28,12 @@ class PlayedServe:
     def __init__(self) -> None:
         self.looks: list[str | None] = []
         self.calls: list[str] = []
+        self.log_level = ""
         self.on_run: Callable[[], object] = lambda: None
 
-    def start(self, *, proxy_location: str, **more: Any) -> None:
+    def start(self, *, proxy_location: str, logging_config: dict[str, str]) -> None:
         self.calls.append(f"start {proxy_location}")
+        self.log_level = logging_config["log_level"]
 
     def status(self) -> Any:
         found = self.looks.pop(0) if self.looks else None
@@ -142,3 +144,22 @@ def test_the_first_signal_ends_a_server_in_order_and_the_second_at_once(serve: P
     assert (endings.first.is_set(), endings.second.is_set()) == (True, False)
     signal.raise_signal(signal.SIGTERM)
     assert endings.second.is_set()
+
+
+@pytest.mark.parametrize(("address", "level"), [(None, "CRITICAL"), ("auto", "WARNING")])
+def test_only_a_cluster_of_this_command_alone_keeps_its_stack_traces(
+    serve: PlayedServe, address: str | None, level: str
+) -> None:
+    serve.looks = [None, "RUNNING", "RUNNING", None]
+    launch.run_replicas({**GIVEN, "address": address})
+    assert serve.log_level == level
+
+
+def test_a_server_has_its_time_to_end_and_30_s_more(serve: PlayedServe, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[float] = []
+    monkeypatch.setattr(launch, "_end", lambda ingress, cluster, endings, timeout_s: found.append(timeout_s))
+    serve.looks = [None, "RUNNING", "RUNNING", "RUNNING"]
+    launch.run_replicas(
+        {**GIVEN, "drain_timeout_s": 7.5}, on_ready=lambda deployment: signal.raise_signal(signal.SIGTERM)
+    )
+    assert found == [37.5]

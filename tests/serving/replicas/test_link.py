@@ -204,3 +204,13 @@ def test_what_a_replica_sends_before_its_server_has_come_is_dropped_and_is_no_lo
             replica.link.close()
 
     run(test)
+
+
+def test_a_server_takes_each_way_not_to_reach_a_replica_for_a_loss() -> None:
+    failures = (
+        *(zmq.Event.DISCONNECTED, zmq.Event.CONNECT_RETRIED, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL),
+        *(zmq.Event.HANDSHAKE_FAILED_PROTOCOL, zmq.Event.HANDSHAKE_FAILED_AUTH),
+    )
+    assert all(link._FAILED & each for each in failures)
+    assert link._FAILED.bit_count() == len(failures)
+    assert not link._FAILED & (zmq.Event.CONNECTED | zmq.Event.CONNECT_DELAYED | zmq.Event.HANDSHAKE_SUCCEEDED)

@@ -480,3 +480,63 @@ async def _beat(replica: PlayedReplica) -> None:
     while True:
         replica.beat()
         await asyncio.sleep(0.02)
+
+
+def test_a_replica_is_apart_only_while_its_engine_waits_and_cannot_be_reached() -> None:
+    num_beats = 0
+
+    def count() -> None:
+        nonlocal num_beats
+        num_beats += 1
+
+    async def watched() -> None:
+        until_beat = num_beats + 4
+        await until(lambda: num_beats >= until_beat)
+
+    async def test() -> None:
+        a = PlayedReplica("a")
+        async with played_set(a, on_beat=count) as (replicas, _, _noted):
+            replica = replicas.replicas["a"]
+            await watched()
+            assert (replica.is_ready, replica.apart_s) == (True, 0.0)
+            a.beat(is_ready=False)  # the engine has ended, and another is started
+            await until(lambda: not replica.is_ready)
+            await watched()
+            assert (replica.address, replica.apart_s, replica.unlisted_s) == (None, 0.0, 0.0)
+            a.beat(num_restarts=1)
+            await until(lambda: replica.is_ready)
+            assert replica.engine is not None
+            replica.engine.close()
+            replica.engine = None
+            await watched()
+            assert replica.apart_s > 0.0
+
+    run(test)
+
+
+def test_a_replica_may_take_as_long_to_answer_a_server_as_it_may_be_silent() -> None:
+    assert membership._ATTACH_S == membership.LOST_S == 10.0
+
+
+def test_the_silence_of_a_replica_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    num_beats = 0
+
+    def count() -> None:
+        nonlocal num_beats
+        num_beats += 1
+
+    def silences() -> list[str]:
+        return [each for each in caplog.messages if "was not heard" in each]
+
+    async def test() -> None:
+        a, b = PlayedReplica("a"), PlayedReplica("b")
+        async with played_set(a, b, on_beat=count) as (replicas, _, _noted):
+            await until(lambda: num_beats >= 4)
+            assert silences() == []
+            await until_silent(replicas, "a")
+            before = num_beats
+            await until(lambda: num_beats >= before + 4)
+            (said,) = silences()
+            assert said.startswith("replica a was not heard for 4.")
+
+    run(test)

@@ -311,3 +311,29 @@ def test_a_replica_without_servers_ends_with_its_last_request(
 
 def test_a_replica_waits_for_requests_longer_than_servers_send_them() -> None:
     assert membership.KEEP_S < replica._LAST_NEWS_S
+
+
+def test_servers_are_told_the_load_of_the_engine_that_there_is(engine: PlayedEngine) -> None:
+    async def test() -> None:
+        async with attached(engine) as (found, server):
+            assert server.attached.state.status == Status(0, 0, 0)
+            engine.replica.engine_sent(Report([], [], [], [], Status(1, 2, 3, 4, 5)), b"")
+            await until(lambda: server.beats and server.beats[-1].status == Status(1, 2, 3, 4, 5))
+            engine.die()
+            await server.until_engine(None)
+            assert server.beats[-1].status == found._status == Status(0, 0, 0)
+
+    run(test)
+
+
+def test_an_answer_that_comes_twice_or_to_nobody_does_no_harm(engine: PlayedEngine) -> None:
+    async def test() -> None:
+        async with attached(engine) as (found, _):
+            opened = found._opening[1000] = asyncio.get_running_loop().create_future()
+            for address in (RemoteAddress("tcp://a:1", b"key"), RemoteAddress("tcp://a:2", b"key")):
+                found.engine_sent(Reply(1000, msgspec.Raw(encoder.encode(address)), None), b"")
+            found.engine_sent(Reply(1001, msgspec.Raw(encoder.encode(None)), None), b"")
+            assert (await opened) == RemoteAddress("tcp://a:1", b"key")
+            del found._opening[1000]
+
+    run(test)

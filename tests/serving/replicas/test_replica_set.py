@@ -454,3 +454,88 @@ def test_questions_go_to_the_replica_that_is_named() -> None:
                 await waiting
 
     run(test)
+
+
+def test_before_it_is_started_a_set_has_nothing() -> None:
+    found = ReplicaSet(PlayedHandle(), Noted(), generation=GENERATION)
+    assert (found.state, found.facts, found.replicas, found.replica_views()) == ("starting", None, {}, [])
+    assert (found.num_restarts, found.num_open, found.status) == (0, 0, Status(0, 0, 0))
+    assert found.place_of(1) is None
+
+
+@pytest.mark.parametrize(("load_s", "waited_s"), [(5.0, 60), (19.0, 60), (30.0, 90), (200.0, 600)])
+def test_a_request_waits_three_times_as_long_as_loading_took_and_at_least_a_minute(
+    load_s: float, waited_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+
+    async def sleep(delay_s: float) -> None:
+        nonlocal now_s
+        now_s += 0.5
+
+    async def test() -> None:
+        found = ReplicaSet(PlayedHandle(), Noted(), generation=GENERATION)
+        facts = asyncio.get_running_loop().create_future()
+        facts.set_result(msgspec.structs.replace(FACTS, load_s=load_s))
+        members: Any = SimpleNamespace(facts=facts, replicas={})
+        found._members, found._routes = members, RoutingTable(lambda ids: None)
+        monkeypatch.setattr(replica_set, "time", SimpleNamespace(monotonic=lambda: now_s))
+        monkeypatch.setattr(replica_set, "asyncio", SimpleNamespace(sleep=sleep))
+        with pytest.raises(
+            UnavailableError, match=f"no replica was ready for {waited_s} s; try again later"
+        ) as refused:
+            await found._choose(1)
+        assert refused.value.retry_after_s == load_s
+        assert now_s == 1000.0 + waited_s + 0.5
+
+    run(test)
+
+
+def test_the_places_of_10000_requests_are_remembered() -> None:
+    found = ReplicaSet(PlayedHandle(), Noted(), generation=GENERATION)
+    for number in range(10_002):
+        found._remember(number, "a")
+    assert [found.place_of(number) for number in (0, 1, 2, 10_001)] == [None, None, ("a", 2), ("a", 10_001)]
+
+
+def test_servers_number_their_requests_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secrets.randbits", lambda num_bits: 2**num_bits - 1)
+    found = ReplicaSet(PlayedHandle(), Noted(), generation=GENERATION)
+    first = next(found._numbers)
+    assert first % 16_777_216 == 0, "16 million numbers are a server's own"
+    assert first == 4_611_686_018_410_610_688, "and many servers have other ones"
+    assert next(found._numbers) == first + 1
+
+
+def test_the_answer_counts_at_a_replica_by_all_its_tokens() -> None:
+    async def test() -> None:
+        a = PlayedReplica("a")
+        async with played_set(a) as (replicas, _, _noted):
+            request = submit(replicas, 1, 2, 3, 4, sampling=replace(SAMPLING, max_new_tokens=5, n=3))
+            await where(request, a)
+            least = replicas.replica_views()[0].outstanding_tokens
+            replicas.cancel(request)
+            request = submit(replicas, 1, 2, 3, 4, sampling=replace(SAMPLING, max_new_tokens=15))
+            await where(request, a)
+            await until(lambda: len(replicas._runs) == 1)
+            assert replicas.replica_views()[0].outstanding_tokens == least
+            replicas.cancel(request)
+            request = submit(replicas, 1, 2, 3, 4, sampling=replace(SAMPLING, max_new_tokens=16))
+            await where(request, a)
+            await until(lambda: len(replicas._runs) == 1)
+            assert replicas.replica_views()[0].outstanding_tokens > least
+
+    run(test)
+
+
+def test_the_table_of_another_server_in_the_process_remains() -> None:
+    async def test() -> None:
+        for its in (None, RoutingTable(lambda ids: None)):
+            other = RoutingTable(lambda ids: None)
+            for current, left in ((other, other), (its, None)):
+                found = ReplicaSet(PlayedHandle(), Noted(), generation=GENERATION)
+                found._routes, RoutingTable.current = its, current
+                await found.stop()
+                assert RoutingTable.current is left
+
+    run(test)

@@ -74,11 +74,13 @@ class StepTimeModel:
         self._num_seen = self._most_seen = 0
 
     def observe(self, work: StepWork, step_s: float) -> None:
-        """Learns that a step with ``work`` took ``step_s`` seconds."""
+        """Learns that a step with ``work`` took ``step_s`` seconds, unless the clock is too coarse for it."""
+        if step_s < _LEAST_STEP_S:
+            return
         features = _features(work)
         expected_s, weight = float(features @ self._coefficients), 1.0
         if self._num_seen < _LEAST_SEEN or expected_s <= 0.0:
-            expected_s = max(step_s, _LEAST_STEP_S)
+            expected_s = step_s
         else:
             error = step_s / expected_s - 1
             limit = _HUBER * max(self._error, _LEAST_ERROR)

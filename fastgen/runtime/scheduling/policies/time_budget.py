@@ -54,7 +54,9 @@ class TimeBudgetSplitFuse(SplitFuse):
         def step_s(length: int) -> float:
             return self.model.upper_bound_s(work.with_chunk(start, length))
 
-        limit_s = max(self.itl_target_s, _SLACK * self._least_s(work, start)) if is_first else self.itl_target_s
+        limit_s = self.itl_target_s
+        if is_first and (least_s := self._least_s(work, start)) > limit_s:
+            limit_s = _SLACK * least_s
         lengths = _lengths(work.num_tokens, most, sizes)
         num_fitting = bisect_right(lengths, limit_s, key=step_s)
         return lengths[num_fitting - 1] if num_fitting else int(is_first)

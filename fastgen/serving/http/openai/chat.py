@@ -146,7 +146,7 @@ class _Writer:
         if text or (logprobs is not None and not pieces):
             pieces.insert(len(self._roles(pieces)), {"content": text})
         chunks = [self._chunk(update.index, piece) for piece in pieces]
-        if chunks and logprobs is not None:
+        if logprobs is not None:
             chunks[-1]["choices"][0]["logprobs"] = logprobs
         if update.end is not None or (writer is not None and writer.has_ended):
             self._ended.add(update.index)
