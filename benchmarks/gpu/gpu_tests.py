@@ -49,10 +49,10 @@ def run(files: list[Path], marks: str, *more: str) -> Rows:
 
     Where pytest-xdist is installed, several processes run them, since most of their time goes to building kernels.
     """
-    options = ["-q", "-m", marks, "-p", "no:cacheprovider", "-p", "benchmarks.gpu.gpu_test_rows", *more]
+    options = ["-q", "-m", marks, "-p", "no:cacheprovider", "-p", "benchmarks.gpu.gpu_test_rows"]
     if importlib.util.find_spec("xdist"):
         options += ["-n", str(min(_MOST_PROCESSES, os.cpu_count() or 1)), "--dist", "worksteal"]
-    command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
+    command = [sys.executable, "-m", "pytest", *options, *more, *map(str, files)]
     # tuning would build some hundred kernels more for models that run only here
     environment = {**os.environ, "TRITON_INTERPRET": "0", "FASTGEN_AUTOTUNE": "0"}
     pipe, said = subprocess.PIPE, []

@@ -303,7 +303,7 @@ def test_marked_tests_become_rows(tmp_path: Path) -> None:
     )
     (tmp_path / "test_without.py").write_text("import nothing_of_the_kind\n")
     assert gpu_tests.files_of(tmp_path) == [file]
-    good, bad = gpu_tests.run([file], "gpu")
+    good, bad = gpu_tests.run([file], "gpu", "-n0")
     assert good["case"].endswith("test_good")
     assert "error" not in good
     assert "assert 1 == 2" in bad["error"]
