@@ -9,6 +9,7 @@ import torch
 
 from fastgen.compile.backends.choose import choose_backend, target_facts
 from fastgen.compile.host.device import Device, current
+from fastgen.errors import InvalidArgumentError
 
 H200 = Device("cuda", "NVIDIA H200", 141 << 30, index=0, capability=(9, 0), num_sms=132)
 SETTINGS = (
@@ -43,3 +44,12 @@ def test_on_a_cpu_that_setting_is_left_alone() -> None:
     facts, cpu = target_facts("torch", current("cpu"), num_threads=None), current("cpu")
     choose_backend(facts, cpu, token_budget=8, max_num_seqs=2, max_prompt_rows=8, num_threads=None)
     assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+
+
+def test_a_target_is_one_of_four_and_cpp_runs_on_a_cpu() -> None:
+    for name, device, message in (
+        ("cuda", current("cpu"), "target='cuda': expected one of 'auto', 'torch', 'cpp', 'triton'"),
+        ("cpp", H200, "target='cpp' runs on a CPU, and device='cuda:0' is asked for"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            target_facts(name, device, num_threads=None)

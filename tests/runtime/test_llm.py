@@ -483,6 +483,8 @@ def test_chat_renders_the_checkpoints_own_template(llm: LLM) -> None:
     several = llm.chat([messages, messages + messages], max_new_tokens=3)
     assert several[0].token_ids == output.token_ids
     assert [chunk.text for chunk in llm.stream_chat(messages, max_new_tokens=3)]
+    with pytest.raises(InvalidArgumentError, match="stream_chat takes one conversation"):
+        llm.stream_chat([messages, messages])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

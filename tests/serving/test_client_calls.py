@@ -15,7 +15,8 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.serving.clients import async_client
 from fastgen.serving.clients.async_client import AsyncClient
 from fastgen.serving.clients.client import Client
-from fastgen.serving.clients.connect import is_address
+from fastgen.serving.clients.connect import connect, is_address
+from fastgen.serving.clients.deployments import Deployment
 from fastgen.serving.clients.requests import ClientRequest
 from fastgen.serving.refusals import OverloadedError
 
@@ -221,3 +222,37 @@ def test_a_request_is_sent_a_hundred_times_while_no_other_is_answered(delays: li
         asked(transport, "a", "b")
     assert transport.asked["a"] == 100
     assert set(delays) == {2.5}
+
+
+def test_a_stream_is_of_one_conversation() -> None:
+    conversation = [{"role": "user", "content": "Hi."}]
+    several: Any = [conversation, conversation]
+    with pytest.raises(InvalidArgumentError, match="stream_chat takes one conversation"):
+        AsyncClient(PlayedTransport()).stream_chat(several)  # type: ignore[arg-type]
+
+
+WITHOUT_GRPC = Deployment(
+    name="m",
+    model="m",
+    address="http://127.0.0.1:1",
+    grpc_address=None,
+    certificate=None,
+    host="here",
+    pid=1,
+    birth="",
+    token="",
+    log=None,
+)
+
+
+@pytest.mark.parametrize(
+    ("server", "protocol", "message"),
+    [
+        ("http://127.0.0.1:1", "rest", "protocol='rest': expected 'http' or 'grpc'"),
+        ("http://127.0.0.1:1", "grpc", "http://127.0.0.1:1 is an address of HTTP"),
+        (WITHOUT_GRPC, "grpc", "this server has no gRPC; start it with a grpc_port"),
+    ],
+)
+def test_a_client_needs_a_protocol_that_the_server_has(server: Deployment | str, protocol: Any, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        connect(server, api_key=None, protocol=protocol)

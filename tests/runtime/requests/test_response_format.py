@@ -122,3 +122,27 @@ def test_parameters_with_a_format_are_values() -> None:
 def test_what_ends_a_format_cannot_be_ignored() -> None:
     with pytest.raises(InvalidArgumentError, match="ignore_eos cannot go with response_format"):
         SamplingParams(ignore_eos=True, response_format=ResponseFormat("json_object"))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"type": "json_object"}, {"type": "json_object"}),
+        ({"type": "json_schema", "schema": SCHEMA}, {"type": "json_schema", "schema": SCHEMA}),
+        ({"type": "regex", "pattern": "[ab]+"}, {"type": "regex", "pattern": "[ab]+"}),
+        ({"type": "grammar", "grammar": 'start: "a"'}, {"type": "grammar", "grammar": 'start: "a"'}),
+        (
+            {"type": "json_schema", "schema": SCHEMA, "disable_any_whitespace": True},
+            {"type": "json_schema", "schema": SCHEMA, "disable_any_whitespace": True},
+        ),
+        (
+            {"type": "json_object", "disable_any_whitespace": True},
+            {"type": "json_schema", "schema": {"type": "object"}, "disable_any_whitespace": True},
+        ),
+    ],
+)
+def test_a_format_is_written_as_it_is_read(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    kept = parse_response_format(given)
+    assert kept is not None
+    assert kept.as_json() == expected
+    assert parse_response_format(expected) == kept

@@ -14,6 +14,7 @@ from fastgen.runtime.flight.time_account import TimeAccount
 from fastgen.runtime.kv_cache.block_pool import BlockPool
 from fastgen.runtime.requests.request import Request
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.scheduling.reservations import Reservations
 from fastgen.runtime.simulated import Arrival, SimulatedServer
 from fastgen.runtime.step_cost.cost import StepCost
 from tests.fast import cases
@@ -205,3 +206,12 @@ def test_what_is_free_to_the_last_block_is_room() -> None:
         for sequence in sequences:
             reservations.release(sequence)
         assert reservations.num_free == 40
+
+
+def test_a_reservation_is_of_a_known_kind_and_knows_what_it_reserves() -> None:
+    parts: Any = (None, None)
+    with pytest.raises(InvalidArgumentError, match="kv_reservation='half': expected 'request' or 'context'"):
+        Reservations(*parts, "half", 100)
+    with pytest.raises(InvalidArgumentError, match="kv_reservation='context' needs max_model_len"):
+        Reservations(*parts, "context", None)
+    assert Reservations(*parts, "context", 100).num_blocks == 0
