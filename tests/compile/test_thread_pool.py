@@ -99,6 +99,25 @@ def test_the_others_take_over_what_a_late_thread_would_have_done(pool: ThreadPoo
         assert (done, overtaken.pop()) == (Counter(range(12)), True)
 
 
+def test_a_late_thread_may_run_on_every_core_again(pool: ThreadPool) -> None:
+    """The caller waits for a worker, and may move it onto its own core meanwhile."""
+    pool.resize(2)
+    caller, begun = threading.get_native_id(), threading.Event()
+
+    def work(chunk: int) -> None:
+        if threading.get_native_id() == caller:
+            assert begun.wait(DEADLINE_S)
+        else:
+            begun.set()
+            time.sleep(0.03)
+
+    for _ in range(3):
+        begun.clear()
+        parallel_for(2, work)
+    allowed = {int(facts["Cpus_allowed"].replace(",", ""), 16) for facts in pool_threads().values()}
+    assert allowed == {sum(1 << core for core in os.sched_getaffinity(0))}
+
+
 def test_a_job_within_a_chunk_runs_on_that_thread(pool: ThreadPool) -> None:
     pool.resize(3)
     seen = []

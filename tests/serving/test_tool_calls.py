@@ -133,6 +133,7 @@ def test_a_call_that_breaks_off_is_content_or_a_call_begun(tool_format: ToolForm
         ("hermes", '<tool_call>{"name": "add", "arguments": {}}no', "no", [("add", "{}")]),
         ("hermes", '<tool_call>{"name": "add", "arguments": {}}</tool', "", [("add", "{}")]),
         ("hermes", '<tool_call>{"name": "add"]</tool_call>', None, []),
+        ("hermes", '<tool_call>{"name": "add", "parameter": {"a": 1}}</tool_call>', None, []),
         ("hermes", '<tool_call>{"name": "add", "id": [1, "}"], "type": 2}</tool_call>', "", [("add", "{}")]),
         ("hermes", '<tool_call>{"name": "add", "name": "look_up"}</tool_call>', None, []),
         ("hermes", '<tool_call>{"arguments": {}, "arguments": {}, "name": "add"}</tool_call>', None, []),
