@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -273,3 +275,24 @@ def test_what_does_not_fit_is_refused(pool: ThreadPool) -> None:
 @pytest.mark.parametrize(("arch", "weight_format"), ALL)
 def test_sanitizers_find_nothing(arch: str, weight_format: WeightFormat, tmp_path: Path) -> None:
     sanitize(linear_spec(weight_format, arch), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("weight", "arch", "is_taken"),
+    [
+        ("fp32", "avx512bf16", False),
+        ("fp32", "amx", False),
+        ("fp16", "amx", False),
+        ("int8_weight_only", "amx", False),
+        ("bf16", "avx512", False),
+        ("bf16", "amx", True),
+        ("bf16_dot", "avx512bf16", True),
+        ("int8", "avx2", True),
+        ("int4", "portable", True),
+    ],
+)
+def test_a_workspace_is_taken_where_rows_are_prepared(weight: WeightFormat, arch: str, is_taken: bool) -> None:
+    spec = linear_spec(weight, arch)
+    assert ("workspace" in [argument.name for argument in spec.arguments]) is is_taken
+    kernel: Any = SimpleNamespace(spec=spec)
+    assert bool(LinearKernel(kernel, 3, 64).workspace.numel()) is is_taken
