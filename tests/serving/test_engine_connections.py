@@ -397,18 +397,19 @@ def test_a_socket_to_a_server_takes_what_comes_and_notices_silence_after_ten_sec
 
 
 def test_the_later_tokens_of_a_stream_wait_for_five_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 1000.0
-    monkeypatch.setattr("fastgen.serving.engine.process.time", SimpleNamespace(monotonic=lambda: now_s))
+    clock = SimpleNamespace(now_s=1000.0)
+    monkeypatch.setattr("fastgen.serving.engine.process.time", SimpleNamespace(monotonic=lambda: clock.now_s))
     with played() as process:
         process.parent.send(submit(1, 20))
         num_tokens = []
-        for now_s in (1000.0, 1000.1, 1000.104, 1000.106, 1000.11, 1000.112):  # noqa: B007
+        for clock.now_s in (1000.0, 1000.1, 1000.104, 1000.106, 1000.11, 1000.112):
             process.parent.got.clear()
             process.loop._receive()
             process.engine.step()
             process.loop._report()
             process.parent.take()
             num_tokens.append(process.parent.num_tokens.get(1, 0))
+        process.engine.cancel_all()
     assert num_tokens == [1, 1, 0, 2, 0, 2]
 
 

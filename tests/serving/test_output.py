@@ -14,7 +14,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from fastgen.serving import output
 from fastgen.serving.clients.deployments import deployments
 from fastgen.serving.output import write_text
 from tests.serving.http_client import get
@@ -102,7 +101,3 @@ def test_a_text_that_nobody_takes_is_lost() -> None:
     os.close(reading)
     with os.fdopen(writing, "wb"):
         write_text(writing, "the address")
-
-
-def test_the_standard_streams_have_the_numbers_of_the_system() -> None:
-    assert (output.STDOUT, output.STDERR) == (1, 2)

@@ -12,10 +12,9 @@ import pytest
 
 import fastgen.runtime.requests.request
 from fastgen.errors import RequestTooLargeError
-from fastgen.runtime.flight.recorder import BeamMoves, Recorder, StepRecord
+from fastgen.runtime.flight.recorder import Recorder
 from fastgen.runtime.flight.recording import Arrival, Blocks, Finish, Recording
 from fastgen.runtime.flight.replay import first_difference
-from fastgen.runtime.flight.snapshot import SchedulerState
 from fastgen.runtime.requests.request import Request
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.step.step import Step as EngineStep
@@ -273,31 +272,6 @@ def test_a_recording_that_is_written_while_beams_move_on_has_their_tokens_of_its
 
 def new_request(num_prompt_tokens: int, **fields: Any) -> Request:
     return Request(0, [7] * num_prompt_tokens, SamplingParams(**fields), arrival_s=0.0)
-
-
-def test_memory_is_estimated_by_what_an_event_holds() -> None:
-    """A token of a request is estimated at 40 bytes."""
-    step, state = object.__new__(StepRecord), object.__new__(SchedulerState)
-    step.decodes, step.chunks, step.updates, step.copies = [(0, 0)] * 100, [((0, 0), 0, 1, 0)] * 3, [()] * 5, [()] * 2  # type: ignore[assignment, list-item]
-    assert step.num_bytes == 600 + 2000 + 1500
-    state.sequences = [SimpleNamespace(tables=((1, 2, 3), (4,)))] * 2  # type: ignore[list-item]
-    state.kv = SimpleNamespace(free=[0] * 10, cached=[0] * 5)  # type: ignore[assignment]
-    state.nodes, state.waiting = [()] * 4, [()] * 2  # type: ignore[assignment, list-item]
-    assert state.num_bytes == 1000 + 16 * 23 + 900 + 1000
-    recorder = Recorder(random_history(random.Random(0)).engine.recorder.engine, lambda: 0.0)
-    request = new_request(100, n=2, max_new_tokens=1)
-    recorder.arrived(request)
-    assert recorder._num_bytes == 4300
-    first, second = request.sequences
-    recorder.finished(first, "length", 1.0, [1.0], False)
-    assert recorder._num_bytes == 4600
-    second.token_ids.append(7)
-    recorder.finished(second, "length", 1.0, [1.0], True)
-    assert recorder._num_bytes == 4600 + 300 + 40 * 201
-    moves, beam = BeamMoves(), new_request(10, beam_width=2).sequences[0]
-    moves.add(beam, None, keeps_tokens=True)
-    moves.add(beam, beam, keeps_tokens=False)
-    assert moves.num_bytes == 300 + 200 + 400 + 200
 
 
 def test_a_snapshot_is_due_each_quarter_of_the_ring() -> None:

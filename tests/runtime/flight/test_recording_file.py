@@ -6,18 +6,14 @@ import inspect
 import json
 import random
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from fastgen.errors import RecordingError
-from fastgen.runtime.flight import recording as recording_module
-from fastgen.runtime.flight import replay, time_account, timeline, why
-from fastgen.runtime.flight import snapshot as snapshot_module
 from fastgen.runtime.flight.recorder import Recorder
 from fastgen.runtime.flight.recording import (
     VERSION,
@@ -210,18 +206,6 @@ def test_every_sequence_that_is_named_must_have_arrived(place: str) -> None:
     assert parse_recording(dump_recording(header, events), "file") == Recording(header, events)
     with pytest.raises(RecordingError, match=r"^file:3: sequence '9\.0' never arrived$"):
         parse_recording(dump_recording(header, (arrival, NAMING[place]("9.0"))), "file")
-
-
-@pytest.mark.parametrize("module", [recording_module, replay, snapshot_module, time_account, timeline, why])
-def test_what_is_recorded_and_found_is_not_changed(module: ModuleType) -> None:
-    """Most of it has so many fields that they are given by name only."""
-    own = [each for each in vars(module).values() if is_dataclass(each) and each.__module__ == module.__name__]  # type: ignore[union-attr]
-    found = {each.__name__: each for each in own if isinstance(each, type) and each.__name__ != "_Played"}
-    assert found
-    positional = {"Recording", "StepSeries", "Series", "BlockMap", "_Tokens"}
-    for name, each in found.items():
-        assert each.__dataclass_params__.frozen, name
-        assert all(field.kw_only for field in fields(each)) is (name not in positional), name
 
 
 def test_the_documentation_states_how_much_is_recorded() -> None:

@@ -1,4 +1,4 @@
-"""Both sides of steady decodes, each without the other: what is planned, told and heard."""
+"""Steady decodes over ranks: what the leader plans and sends, and what a follower does with it."""
 
 from __future__ import annotations
 

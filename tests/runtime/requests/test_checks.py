@@ -1,4 +1,4 @@
-"""What a model's limits refuse of a request: each at the last value that is taken and the first that is not."""
+"""Limits of a model on requests: each is tested at the last value that it takes and the first that it refuses."""
 
 from __future__ import annotations
 

@@ -2,16 +2,14 @@
 
 import math
 import pickle
-from dataclasses import fields
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput, RequestMetrics
+from fastgen.runtime.requests.outputs import GenerationOutput, RequestMetrics
 from fastgen.runtime.requests.response_format import ResponseFormat
-from fastgen.runtime.requests.sampled import PromptLogprobs
 from fastgen.runtime.requests.sampling_params import SamplingParams, default_sampling, resolve_seed
 
 
@@ -238,17 +236,6 @@ def test_a_seed_is_kept_and_a_missing_one_drawn():
     drawn = [resolve_seed(SamplingParams(temperature=0.5)) for _ in range(20)]
     assert len({sampling.seed for sampling in drawn}) == 20
     assert all(0 <= sampling.seed < 2**64 and sampling.temperature == 0.5 for sampling in drawn)
-
-
-@pytest.mark.parametrize("kind", [RequestMetrics, GenerationOutput, GenerationChunk, SamplingParams])
-def test_what_is_asked_and_answered_is_not_changed_and_its_fields_are_given_by_name(kind):
-    assert kind.__dataclass_params__.frozen
-    assert all(field.kw_only for field in fields(kind))
-
-
-def test_a_format_and_log_probabilities_of_a_prompt_are_not_changed():
-    assert ResponseFormat.__dataclass_params__.frozen
-    assert PromptLogprobs.__dataclass_params__.frozen
 
 
 def test_an_output_leads_its_completions():

@@ -196,10 +196,9 @@ def test_with_fewer_possible_tokens_than_beams_fewer_live() -> None:
     assert [path for path, _ in answers(search)] == [[4, 5], [4, 6]]
 
 
-def test_a_beam_is_not_changed_and_is_equal_to_itself_only() -> None:
+def test_a_beam_is_equal_to_itself_only() -> None:
     """Beams are many, and hold no more than their fields."""
     beam = Beam()
-    assert Beam.__dataclass_params__.frozen  # type: ignore[attr-defined]
     assert not hasattr(beam, "__dict__")
     assert beam != Beam()
     assert beam.extended(Candidate(3, -1.0)).tokens() == [Candidate(3, -1.0)]

@@ -245,7 +245,7 @@ def test_beginnings_of_eight_characters_a_token_and_twice_as_many_are_encoded_be
 
 @pytest.mark.parametrize(("num_tokens", "is_refused"), [(74, False), (75, True)])
 def test_a_beginning_may_have_sixty_four_tokens_too_many(tmp_path: Path, num_tokens: int, is_refused: bool) -> None:
-    """Where it is cut, its last tokens may be others than those of the whole text."""
+    """The last tokens of a text that is cut may differ from those of the whole text."""
     save_tokenizer(tmp_path)
     codec = codec_of(tmp_path)
     codec.encode_plain, codec.max_tokens = lambda text, adds_special_tokens: [0] * num_tokens, 10
