@@ -37,7 +37,8 @@ def _engines_are_known() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_held(_engines_are_known: None) -> Iterator[None]:
-    """Checks every engine that the test used, and that the others stayed idle."""
+    """Checks every engine that the test used, and that those of tests here before it stayed idle."""
+    _used.clear()  # by tests of other folders, which need not end what they began
     yield
     used = list(_used)
     _shared.update(used)
