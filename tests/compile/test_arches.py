@@ -34,7 +34,7 @@ SPECS: dict[str, Callable[[str], KernelSpec]] = {
     "attention": lambda arch: attention_spec(AttentionShape(6, 2, 32, 16, "fp32", 0.2, sliding_window=37), arch),
     "combine": lambda arch: combine_spec(arch, top_k=2, shared=True, gated=True),
     "latent": lambda arch: latent_spec(arch, **LATENT, norm=NORM),
-    "qkv": lambda arch: qkv_spec(arch, **HEADS, q_norm=NORM, k_norm=NORM),
+    "qkv": lambda arch: qkv_spec(arch, **HEADS | {"cache_dtype": "fp16"}, q_norm=NORM, k_norm=NORM),
     "row_maxima": row_maxima_spec,
     "route": lambda arch: route_spec(arch, 8, top_k=2, scoring="softmax", normalize=True),
     "sampling": sampling_spec,

@@ -25,6 +25,7 @@ from fastgen.compile.render import render
 from fastgen.compile.spec import torch_dtype
 from fastgen.compile.weights.packed import ARCHES_WITH_BF16_DOT
 from tests.compile.arches import ARCHES, EMULATED, HERE, WIDTHS, in_each_width
+from tests.compile.cache_pairs import keys_in_pairs, values_in_pairs
 from tests.fast import cases
 
 # Kernels hold their scale as a constant; with this one queries that are multiples of 4 make weights powers of 2.
@@ -40,6 +41,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bf16"},
     "bf16 with tails": {"dtype": "bf16", "head_dim": 22, "v_dim": 22},
     "bf16 in small blocks": {"dtype": "bf16", "block_size": 4},
+    "bf16 in large blocks": {"dtype": "bf16", "block_size": 64},
     "fp16": {"dtype": "fp16"},
     "bf16 in large heads": {"dtype": "bf16", "head_dim": 96, "v_dim": 96, "q_stride": 6 * 96},
 }
@@ -50,6 +52,8 @@ NEAR_BLOCKS: dict[str, dict[str, Any]] = {
     "a window of blocks as large as tiles": {"sliding_window": 37, "block_size": 64},
     "a window in bf16": {"sliding_window": 37, "dtype": "bf16"},
     "a window of odd blocks in bf16": {"sliding_window": 37, "block_size": 3, "dtype": "bf16"},
+    "a window of small blocks in bf16": {"sliding_window": 37, "block_size": 6, "dtype": "bf16"},
+    "a window of large blocks in bf16": {"sliding_window": 37, "block_size": 64, "dtype": "bf16"},
     "a window of one": {"sliding_window": 1},
 }
 # Each feature once, beside others that are computed elsewhere: enough for the fast tests.
@@ -60,8 +64,9 @@ TOGETHER = [
 # Those of NEAR_BLOCKS for the fast tests: blocks larger and smaller than tiles, in both dtypes.
 NEAR_ONCE = (
     *("a window of blocks as large as tiles", "a window of one", "a window in bf16"),
-    "a window of odd blocks in bf16",
+    *("a window of odd blocks in bf16", "a window of small blocks in bf16"),
 )
+IN_SMALL_BLOCKS = ("bf16 in small blocks", "a window of small blocks in bf16")
 # Of the largest value: a few roundings of the scores.
 TOLERANCE = 1e-5
 # What rounding to bf16 changes a number by at most, relative to it.
@@ -132,7 +137,8 @@ class Batch:
         out = torch.full((len(self.q), self.shape.num_heads, self.shape.v_dim), torch.nan, dtype=self.q.dtype)
         limits = AttentionLimits(len(self.q), len(self.seq_lens), max([1, *self.seq_lens.tolist()]), num_threads)
         attend = AttentionKernel(kernel, limits, Workspace(), self.slopes)
-        attend(self.q, self.k, self.v, self.tables, self.starts, self.seq_lens, out)
+        k, v = (keys_in_pairs(self.k), values_in_pairs(self.v)) if self.rounds else (self.k, self.v)
+        attend(self.q, k, v, self.tables, self.starts, self.seq_lens, out)
         return out
 
 
@@ -183,11 +189,12 @@ def test_drawn_batches(loaders: dict[str, KernelLoader], arch: str, features: tu
         pytest.param(arch, feature, marks=() if is_fast else pytest.mark.slow)
         for arch in ARCHES
         if arch in ARCHES_WITH_BF16_DOT
-        for feature in (None, "window", "bf16 with tails", "bf16 in small blocks", *NEAR_BLOCKS)
-        # which keys are read does not depend on the unit that multiplies them
+        for feature in (None, "window", "bf16 with tails", "bf16 in small blocks", "bf16 in large blocks", *NEAR_BLOCKS)
+        if "odd blocks" not in (feature or "")  # these have no pairs of keys
         for is_fast in [
-            feature == "bf16 with tails"
-            or (arch == HERE and feature in (None, "window", "bf16 in small blocks", "a window of odd blocks in bf16"))
+            feature in ("bf16 with tails", "bf16 in large blocks", "a window of large blocks in bf16")
+            # else which keys are read does not depend on the unit that multiplies them
+            or (arch == HERE and feature in (None, "window", *IN_SMALL_BLOCKS))
         ]
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from fastgen.compile.ops.qkv.head_norm import HeadNorm
 from fastgen.compile.ops.rotary.reference import apply_rotary
 from fastgen.compile.spec import KernelSpec, torch_dtype
 from tests.compile.arches import WIDTHS
+from tests.compile.cache_pairs import keys_in_pairs, keys_of_pairs, values_in_pairs, values_of_pairs
 
 ARCHES = CPP_ARCHES[CPP_ARCHES.index(cpp_arch(device.current("cpu"))) :]
 MAX_POSITIONS = 50
@@ -111,6 +113,11 @@ def drawn_weights(shape: Shape, generator: torch.Generator) -> dict[str, Tensor]
     return weights
 
 
+class Loaded(NamedTuple):
+    launch: QkvKernel
+    in_pairs: bool  # of the caches
+
+
 class Case:
     """``num_tokens`` tokens and where they go: slots in any order, of blocks that otherwise stay as they are."""
 
@@ -130,13 +137,18 @@ class Case:
         self.weights = drawn_weights(shape, generator)
         self.cos_sin = torch.randn(MAX_POSITIONS, shape.rotary_dim, generator=generator)
 
-    def run(self, kernel: QkvKernel) -> Tensor:
+    def run(self, kernel: Loaded) -> Tensor:
         qkv = self.qkv.clone()
         given = self.weights | ({"cos_sin": self.cos_sin} if self.shape.rotary_dim else {})
-        kernel(qkv, self.positions, self.k, self.v, self.slots, **given)
+        if not kernel.in_pairs:
+            kernel.launch(qkv, self.positions, self.k, self.v, self.slots, **given)
+        else:
+            k, v = keys_in_pairs(self.k), values_in_pairs(self.v)
+            kernel.launch(qkv, self.positions, k, v, self.slots, **given)
+            self.k, self.v = keys_of_pairs(k), values_of_pairs(v)
         return qkv[:, : self.shape.num_heads * self.shape.head_dim]
 
-    def check(self, kernel: QkvKernel) -> None:
+    def check(self, kernel: Loaded) -> None:
         shape = self.shape
         heads = self.qkv.view(self.num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
         q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
@@ -164,9 +176,10 @@ def loaders() -> dict[str, KernelLoader]:
     return {arch: KernelLoader(CppBuilder(arch)) for arch in ARCHES}
 
 
-def load(loader: KernelLoader, shape: Shape) -> QkvKernel:
+def load(loader: KernelLoader, shape: Shape) -> Loaded:
     load_thread_pool(loader)
-    return QkvKernel(loader.load(shape.spec(loader.builder.arch)))
+    spec = shape.spec(loader.builder.arch)
+    return Loaded(QkvKernel(loader.load(spec)), bool(spec.parameters["in_pairs"]))
 
 
 @pytest.mark.parametrize(("arch", "shape"), CASES)

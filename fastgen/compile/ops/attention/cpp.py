@@ -25,12 +25,12 @@ _TILE_FEATURES = 32  # that a matrix unit multiplies at once
 
 def attention_spec(shape: AttentionShape, arch: str, needed_by: tuple[str, ...] = ()) -> KernelSpec:
     """Returns the kernel for :class:`AttentionKernel`. ``arch`` is one of the C++ builder's; ``shape.dtype`` is the
-    cache's, while queries and results are fp32. With a cache in bf16, an ``arch`` with bf16 dots uses them: queries and
-    weights are rounded to bf16 too, unless ``head_dim`` is odd or keys hold the values. A matrix unit, where there is
-    one, multiplies these if ``head_dim`` and ``v_dim`` are multiples of 32.
+    cache's, while queries and results are fp32. Bf16 dots multiply a cache :func:`in_pairs`: queries and weights are
+    rounded to bf16 too. A matrix unit, where there is one, multiplies these if ``head_dim`` and ``v_dim`` are multiples
+    of 32.
     """
     dtype, has_v = shape.dtype, not shape.values_in_keys
-    bf16_dot = arch in ARCHES_WITH_BF16_DOT and dtype == "bf16" and shape.head_dim % 2 == 0 and has_v
+    bf16_dot = has_v and in_pairs(arch, dtype, shape.head_dim, shape.block_size)
     fits_tiles = shape.head_dim % _TILE_FEATURES == 0 and shape.v_dim % _TILE_FEATURES == 0
     tiles = bf16_dot and arch in ARCHES_WITH_TILES and fits_tiles
     arguments = (
@@ -63,6 +63,13 @@ def attention_spec(shape: AttentionShape, arch: str, needed_by: tuple[str, ...] 
     return KernelSpec("attention", "cpp", parameters, arguments, needed_by=needed_by)
 
 
+def in_pairs(arch: str, dtype: str, head_dim: int, block_size: int) -> bool:
+    """Returns whether a cache of keys and values holds pairs, which bf16 dots multiply, where kernels are built for
+    ``arch``: those in bf16, unless features or the tokens of a block are odd in number. ``dtype`` is a short name.
+    """
+    return arch in ARCHES_WITH_BF16_DOT and dtype == "bf16" and head_dim % 2 == 0 and block_size % 2 == 0
+
+
 def empty_cache(
     num_blocks: int,
     block_size: int,
@@ -77,8 +84,9 @@ def empty_cache(
     ``latent_dim`` ``v`` is a view of the first ``latent_dim`` features of the keys.
 
     In memory a block's keys are ``[K, D, P]``, so that a vector of keys is loaded at once, and its values ``[K, P,
-    D]``. Both are in huge pages: a sequence's blocks are scattered, and in small pages address translation would take
-    as long as reading them.
+    D]``. Kernels of a cache :func:`in_pairs` write ``[K, D/2, P, 2]`` and ``[K, P/2, D, 2]`` there; only whole blocks
+    of what is returned mean anything then. Both are in huge pages: a sequence's blocks are scattered, and in small
+    pages address translation would take as long as reading them.
     """
     size_bytes = num_blocks * num_kv_heads * head_dim * block_size * dtype.itemsize
     k = (

@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastgen.compile.build.builder import Kernel
+from fastgen.compile.ops.attention.cpp import in_pairs
 from fastgen.compile.ops.qkv.head_norm import HeadNorm, norm_arguments, norm_parameters
 from fastgen.compile.spec import Argument, KernelSpec, Value
 
@@ -32,6 +33,7 @@ def qkv_spec(
     """Returns the kernel for :class:`QkvKernel`. ``cache_dtype`` is a short name; the other tensors are fp32."""
     parameters: dict[str, Value] = {"N": num_heads, "K": num_kv_heads, "D": head_dim, "P": block_size}
     parameters |= {"dtype": cache_dtype, "R": rotary_dim or None, "interleaved": interleaved}
+    parameters["in_pairs"] = in_pairs(arch, cache_dtype, head_dim, block_size)
     arguments = [Argument("qkv", "fp32", "out")]
     for prefix, norm in (("q", q_norm), ("k", k_norm)):
         parameters |= norm_parameters(norm, prefix)

@@ -7,19 +7,21 @@ namespace {
 constexpr int DV_VECTORS = (DV + LANES - 1) / LANES, DV_LANES = DV_VECTORS * LANES;
 constexpr bool WHOLE_VECTORS = P % LANES == 0;  // of keys and of values in the blocks
 
-// Whether a tile's keys and values can be used where they lie. Where not, or where many parts of rows would each widen or
-// interleave them, they are first copied together, as floats or as pairs.
+// Whether a tile's keys and values can be used where they lie. Where not, or where many parts of rows would each widen
+// them, they are first copied together, as floats. With BF16_DOT nothing is to be widened: pairs are copied where they lie
+// in no whole vectors.
 constexpr bool CAN_USE_IN_PLACE = WHOLE_VECTORS && !VALUES_IN_KEYS;
 
 // The addresses of a tile's keys and values in the cache.
 struct Place {
     int64_t first, num_keys;
-    const T* k[GROUPS];  // LANES keys, features P apart
-    const T* v[GROUPS] = {};  // LANES values, DV apart; unused where VALUES_IN_KEYS
+    const T* k[GROUPS];  // LANES keys, features P apart, or pairs of features 2 P
+    const T* v[GROUPS] = {};  // LANES values, DV apart, or pairs of values 2 DV; unused where VALUES_IN_KEYS
 };
 
 // Room for the copied keys and values of a tile.
 using Copied = std::conditional_t<BF16_DOT, uint32_t, float>;
+using Stored = std::conditional_t<BF16_DOT, uint32_t, T>;
 struct Buffers {
     Copied k[D / STEP * TILE];         // [D / STEP][TILE]
     Copied v[TILE / STEP * DV_LANES];  // [TILE / STEP][DV_LANES]
@@ -36,47 +38,21 @@ struct Tile {
 };
 
 #if FASTGEN_BF16_DOT
-// Two vectors' numbers in turn.
-INLINE f32v interleave(u16v even, u16v odd) {
-    const __m512i both = _mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(__m256i(even)), __m256i(odd), 1);
-    const __m512i order = _mm512_set_epi16(
-        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2,
-        17, 1, 16, 0);
-    return bits_of<f32v>(_mm512_maskz_permutexvar_epi16(0xffffffffu, order, both));
-}
-
 // Features d and d + 1 of a group's keys.
-INLINE f32v keys_of(const Tile<T>& tile, int g, int64_t d) {
-    const T* from = tile.k[g] + d * tile.k_stride;
-    return interleave(load<u16v>(from), load<u16v>(from + tile.k_stride));
-}
 INLINE f32v keys_of(const Tile<Copied>& tile, int g, int64_t d) {
     return load<f32v>(tile.k[g] + d / 2 * tile.k_stride);
 }
 
-// Features of a value from `first` on, with zeros after the last and where it is not `seen`; reads nothing else.
-INLINE u16v features_of(const T* value, int64_t first, bool seen) {
-    if (!seen) return u16v{};
-    if (DV % LANES == 0 || first + LANES <= DV) return load<u16v>(value + first);
-    u16v some = {};
-    std::memcpy(&some, value + first, DV % LANES * sizeof(T));
-    return some;
+// The halves of a pair of values i and i + 1 of the tile that the task's rows may see.
+INLINE uint32_t seen_halves(const Tile<Copied>& tile, int64_t i) {
+    const auto is_seen = [&](int64_t key) { return key < tile.num_keys && (WINDOW == 0 || key >= tile.first_seen); };
+    return (is_seen(i) ? 0xffffu : 0u) | (is_seen(i + 1) ? 0xffff0000u : 0u);
 }
 
-// Returns whether the task's rows may see key i of the tile.
-template <class E>
-INLINE bool is_seen(const Tile<E>& tile, int64_t i) {
-    return i < tile.num_keys && (WINDOW == 0 || i >= tile.first_seen);
-}
-
-// Features from `first` on of values i and i + 1 of a group.
-INLINE f32v values_of(const Tile<T>& tile, int g, int64_t i, int64_t first) {
-    const T* from = tile.v[g] + i * tile.v_stride;
-    return interleave(features_of(from, first, is_seen(tile, g * LANES + i)),
-                      features_of(from + tile.v_stride, first, is_seen(tile, g * LANES + i + 1)));
-}
+// Features from `first` on of values i and i + 1 of a group, with zeros where they are not seen.
 INLINE f32v values_of(const Tile<Copied>& tile, int g, int64_t i, int64_t first) {
-    return load<f32v>(tile.v[g] + i / 2 * tile.v_stride + first);
+    const u32v pairs = load<u32v>(tile.v[g] + i / 2 * tile.v_stride + first);
+    return bits_of<f32v>(pairs & u32v(all_lanes(int32_t(seen_halves(tile, g * LANES + i)))));
 }
 #else
 INLINE f32v widen(const float* from) { return load<f32v>(from); }
@@ -124,8 +100,8 @@ INLINE Place find(const Batch& batch, const Task& task, int64_t head, int64_t fi
     for (int g = 0; g < GROUPS; ++g) {
         const int64_t position = first + g * LANES < end ? first + g * LANES : first;
         const int64_t block = block_of(batch, task, position) * K + head;
-        place.k[g] = batch.k_cache + block * D * P + position % P;
-        if (!VALUES_IN_KEYS) place.v[g] = batch.v_cache + (block * P + position % P) * DV;
+        place.k[g] = batch.k_cache + block * D * P + position % P * STEP;
+        if (!VALUES_IN_KEYS) place.v[g] = batch.v_cache + (block * P + position % P / STEP * STEP) * DV;
     }
     return place;
 }
@@ -134,40 +110,54 @@ INLINE int64_t first_seen(const Task& task, const Place& place) {
     return WINDOW == 0 ? 0 : std::max<int64_t>(0, task.first_key(0) - place.first);
 }
 
-INLINE Tile<T> in_place(const Task& task, const Place& place) {
-    Tile<T> tile{place.first, place.num_keys, first_seen(task, place), P, DV, {}, {}};
-    std::memcpy(tile.k, place.k, sizeof tile.k);
-    std::memcpy(tile.v, place.v, sizeof tile.v);
+INLINE Tile<Stored> in_place(const Task& task, const Place& place) {
+    Tile<Stored> tile{place.first, place.num_keys, first_seen(task, place), P, DV, {}, {}};
+    for (int g = 0; g < GROUPS; ++g) {
+        tile.k[g] = reinterpret_cast<const Stored*>(place.k[g]);
+        tile.v[g] = reinterpret_cast<const Stored*>(place.v[g]);
+    }
     return tile;
 }
 
+#if FASTGEN_BF16_DOT
+void copy_keys(const Batch& batch, const Task& task, int64_t head, Buffers& buffers, Tile<Copied>& tile) {
+    tile.k_stride = TILE;
+    for (int g = 0; g < GROUPS; ++g) tile.k[g] = buffers.k + g * LANES;
+    for (int64_t i = 0; i < tile.num_keys; ++i) {
+        const int64_t position = tile.first + i, block = block_of(batch, task, position) * K + head;
+        const T* key = batch.k_cache + block * D * P + position % P * 2;
+        for (int64_t d = 0; d < D; d += 2) buffers.k[d / 2 * TILE + i] = load<uint32_t>(key + d * P);
+    }
+}
+
+void copy_values(const Batch& batch, const Task& task, int64_t head, Buffers& buffers, Tile<Copied>& tile) {
+    tile.v_stride = DV_LANES;
+    for (int g = 0; g < GROUPS; ++g) tile.v[g] = buffers.v + g * LANES / 2 * DV_LANES;
+    for (int64_t i = 0; i < tile.num_keys; i += 2) {
+        const int64_t position = tile.first + i, block = block_of(batch, task, position) * K + head;
+        const T* values = batch.v_cache + (block * P + position % P) * DV;
+        const uint32_t seen = seen_halves(tile, i);
+        Copied* to = buffers.v + i / 2 * DV_LANES;
+        for (int64_t d = 0; d < DV; ++d) to[d] = load<uint32_t>(values + 2 * d) & seen;
+        for (int64_t d = DV; d < DV_LANES; ++d) to[d] = 0;
+    }
+}
+
+// A tile of pairs, of which the values are copied unless they stay where they lie.
+Tile<Copied> pairs_of(const Batch& batch, const Task& task, int64_t head, const Place& place, Buffers& buffers,
+                      bool values_stay) {
+    Tile<Copied> tile = in_place(task, place);
+    if (!WHOLE_VECTORS) copy_keys(batch, task, head, buffers, tile);
+    if (!values_stay) copy_values(batch, task, head, buffers, tile);
+    return tile;
+}
+#else
 Tile<Copied> copy_together(const Batch& batch, const Task& task, int64_t head, const Place& place, Buffers& buffers) {
     Tile<Copied> tile{place.first, place.num_keys, first_seen(task, place), TILE, DV_LANES, {}, {}};
     for (int g = 0; g < GROUPS; ++g) {
         tile.k[g] = buffers.k + g * LANES;
-        tile.v[g] = buffers.v + g * LANES / STEP * DV_LANES;
+        tile.v[g] = buffers.v + g * LANES * DV_LANES;
     }
-#if FASTGEN_BF16_DOT
-    Tile<T> stored = in_place(task, place);
-    for (int64_t d = 0; WHOLE_VECTORS && d < D; d += 2) {
-        for (int g = 0; g < GROUPS; ++g) store(buffers.k + d / 2 * TILE + g * LANES, keys_of(stored, g, d));
-    }
-    const T* value[2] = {};
-    for (int64_t i = 0; i < place.num_keys; ++i) {
-        const int64_t position = place.first + i, block = block_of(batch, task, position) * K + head;
-        const T* key = batch.k_cache + block * D * P + position % P;
-        for (int64_t d = 0; !WHOLE_VECTORS && d < D; ++d) {
-            store(reinterpret_cast<T*>(buffers.k + d / 2 * TILE + i) + d % 2, key[d * P]);
-        }
-        value[i % 2] = batch.v_cache + (block * P + position % P) * DV;
-        if (i % 2 == 0 && i + 1 < place.num_keys) continue;
-        for (int64_t d = 0; d < DV_LANES; d += LANES) {
-            const int64_t even = i / 2 * 2;
-            store(buffers.v + i / 2 * DV_LANES + d, interleave(features_of(value[0], d, is_seen(tile, even)),
-                                                               features_of(value[1], d, is_seen(tile, even + 1))));
-        }
-    }
-#else
     for (int64_t d = 0; WHOLE_VECTORS && d < D; ++d) {
         for (int g = 0; g < GROUPS; ++g) store(buffers.k + d * TILE + g * LANES, widen(place.k[g] + d * P));
     }
@@ -185,9 +175,9 @@ Tile<Copied> copy_together(const Batch& batch, const Task& task, int64_t head, c
             for (int64_t d = d0; d < end; ++d) buffers.v[i * DV_LANES + d] = buffers.k[d * TILE + i];
         }
     }
-#endif
     return tile;
 }
+#endif
 
 // Prefetches `count` numbers of the cache.
 INLINE void prefetch_numbers(const T* address, int count) {

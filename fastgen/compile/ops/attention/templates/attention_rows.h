@@ -68,9 +68,8 @@ void dot(const float (*q)[D], const Tile<E>& tile, const Place* next, float (*pr
     for (int64_t d = 0; d < D; d += STEP) {
         f32v keys[C];
         for (int c = 0; c < C; ++c) keys[c] = keys_of(tile, c, d);
-        for (int64_t ahead = d; ahead < d + STEP; ++ahead) {
-            if (!next || (ahead * P * sizeof(T)) % 64 >= P * sizeof(T)) continue;
-            for (int g = 0; g < GROUPS; ++g) prefetch(next->k[g] + ahead * P);
+        if (next && d * P * sizeof(T) % 64 < STEP * P * sizeof(T)) {
+            for (int g = 0; g < GROUPS; ++g) prefetch(next->k[g] + d * P);
         }
         for (int r = 0; r < R; ++r) {
             for (int c = 0; c < C; ++c) sum[r][c] = multiply_add(all_lanes(q[r][d / STEP]), keys[c], sum[r][c]);
@@ -168,9 +167,7 @@ INLINE void mix_some(const float (*weights)[TILE], const float* keep, const Tile
             if (WINDOW > 0 && g * LANES + i + STEP <= tile.first_seen) continue;
             f32v values[C];
             for (int c = 0; c < C; ++c) values[c] = values_of(tile, g, i, first + c * LANES);
-            for (int64_t ahead = i; !VALUES_IN_KEYS && next && ahead < i + STEP; ++ahead) {
-                prefetch_numbers(next->v[g] + ahead * DV + first, C * LANES);
-            }
+            if (!VALUES_IN_KEYS && next) prefetch_numbers(next->v[g] + i * DV + STEP * first, STEP * C * LANES);
             for (int r = 0; r < R; ++r) {
                 const f32v weight = all_lanes(weights[r][(g * LANES + i) / STEP]);
                 for (int c = 0; c < C; ++c) sum[r][c] = multiply_add(weight, values[c], sum[r][c]);
@@ -237,6 +234,11 @@ void attend_all(const Batch& batch, const Task& task, int64_t head, const float 
 void attend_tile(const Batch& batch, const Task& task, int64_t head, const float (*q)[D], const Place& here,
                  const Place& next, Scratch& scratch, State* states) {
     const Place* ahead = WHOLE_VECTORS ? &next : nullptr;
+#if FASTGEN_BF16_DOT
+    constexpr bool VALUES_STAY = WHOLE_VECTORS && DV % LANES == 0;
+    const Tile<Copied> tile = pairs_of(batch, task, head, here, scratch.buffers, VALUES_STAY);
+    attend_all(batch, task, head, q, tile, ahead, scratch, states);
+#else
     constexpr bool IS_FLOAT = std::is_same_v<T, float>;
     if constexpr (CAN_USE_IN_PLACE) {
         if (IS_FLOAT || task.num_parts() <= 2) {
@@ -247,6 +249,7 @@ void attend_tile(const Batch& batch, const Task& task, int64_t head, const float
         const Tile<Copied> tile = copy_together(batch, task, head, here, scratch.buffers);
         attend_all(batch, task, head, q, tile, ahead, scratch, states);
     }
+#endif
 }
 
 }  // namespace

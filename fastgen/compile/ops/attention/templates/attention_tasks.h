@@ -3,7 +3,8 @@
 //
 //   N query heads, K KV heads, G = N / K query heads that read one KV head; D features of a key, DV of a value
 //   P       tokens in a block. A block holds its keys as [K][D][P], so that a vector of keys gives a vector of scores,
-//           and its values as [K][P][DV], or the values are the first DV features of the keys
+//           and its values as [K][P][DV], or the values are the first DV features of the keys. With BF16_DOT it holds
+//           pairs: [K][D / 2][P][2] and [K][P / 2][DV][2]
 //   row     one query head of one token; rows that are computed together share what is loaded of keys and values
 //   tile    TILE keys, from a multiple of TILE on: GROUPS vectors of scores, which a few rows have registers for
 //   segment SEGMENT keys, from a multiple of SEGMENT on

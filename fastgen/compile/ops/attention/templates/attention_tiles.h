@@ -24,40 +24,35 @@ TileShapes shapes_of(const Task& task) {
     return shapes;
 }
 
-// Sums, and what is added to them: the products of 16 rows, or of the last ones, with `right`, which has for each pair of
-// k the two numbers of each lane. Strides are in bytes.
+// Sums, and what is added to them: the products of 16 rows, or of the last ones, with pairs: two numbers for each lane.
+// right(k, v) says where vector v begins of the pairs of UNIT_K from k on. Strides are in bytes.
 struct Product {
     const void* left;
-    int64_t left_stride;
-    const uint32_t* right;
-    int64_t right_stride, num_k;
+    int64_t left_stride, right_stride, num_k;
     float* sums;
     int64_t sums_stride;
     bool from_zero;
 
-    // With two vectors of `right`, by the tiles SUMS and SUMS + 1 and LEFT.
-    template <int SUMS, int LEFT>
-    void add() const {
+    // With vectors v and v + 1, by the tiles SUMS and SUMS + 1 and LEFT.
+    template <int SUMS, int LEFT, class Right>
+    void add(int v, const Right& right) const {
+        float* here = sums + v * LANES;
         if (from_zero) {
             zero_tile<SUMS>(), zero_tile<SUMS + 1>();
         } else {
-            load_tile<SUMS>(sums, sums_stride), load_tile<SUMS + 1>(sums + LANES, sums_stride);
+            load_tile<SUMS>(here, sums_stride), load_tile<SUMS + 1>(here + LANES, sums_stride);
         }
         for (int64_t k = 0; k < num_k; k += UNIT_K) {
-            const uint32_t* here = right + k / 2 * (right_stride / 4);
             load_tile<LEFT>(static_cast<const uint8_t*>(left) + 2 * k, left_stride);
-            load_tile<6>(here, right_stride), dot_bf16<SUMS, LEFT, 6>();
-            load_tile<7>(here + LANES, right_stride), dot_bf16<SUMS + 1, LEFT, 7>();
+            load_tile<6>(right(k, v), right_stride), dot_bf16<SUMS, LEFT, 6>();
+            load_tile<7>(right(k, v + 1), right_stride), dot_bf16<SUMS + 1, LEFT, 7>();
         }
-        store_tile<SUMS>(sums, sums_stride), store_tile<SUMS + 1>(sums + LANES, sums_stride);
+        store_tile<SUMS>(here, sums_stride), store_tile<SUMS + 1>(here + LANES, sums_stride);
     }
 
-    // With `num_vectors` of `right`, two at a time.
-    void add_all(int64_t num_rows, int num_vectors) const {
-        Product rest = *this;
-        for (int v = 0; v < num_vectors; v += 2, rest.right += 2 * LANES, rest.sums += 2 * LANES) {
-            num_rows == UNIT_ROWS ? rest.add<0, 4>() : rest.add<2, 5>();
-        }
+    template <class Right>
+    void add_all(int64_t num_rows, int num_vectors, const Right& right) const {
+        for (int v = 0; v < num_vectors; v += 2) num_rows == UNIT_ROWS ? add<0, 4>(v, right) : add<2, 5>(v, right);
     }
 };
 
@@ -73,9 +68,7 @@ void visit_sixteens(const Task& task, int64_t first_key, Visit&& visit) {
 
 void prefetch_place(const Place& place) {
     for (int g = 0; g < GROUPS; ++g) {
-        for (int64_t i = 0; i < D * P; i += P) {
-            if (i * sizeof(T) % 64 < P * sizeof(T)) prefetch(place.k[g] + i);
-        }
+        for (int64_t d = 0; d < D; d += 2) prefetch(place.k[g] + d * P);
         for (int64_t i = 0; i < LANES * DV; i += 64 / sizeof(T)) prefetch(place.v[g] + i);
     }
 }
@@ -84,15 +77,22 @@ void prefetch_place(const Place& place) {
 void attend_tile(const Batch& batch, const Task& task, int64_t head, const float (*q)[D], const Place& here,
                  const Place& next, Scratch& scratch, State* states) {
     if (WHOLE_VECTORS) prefetch_place(next);
-    Tile<Copied> tile = copy_together(batch, task, head, here, scratch.buffers);
-    // Weights of keys behind the last are 0, and 0 times what is no number would be none.
-    const int64_t num_pairs = (tile.num_keys + 1) / 2;
-    std::memset(scratch.buffers.v + num_pairs * DV_LANES, 0, (TILE / 2 - num_pairs) * DV_LANES * sizeof(Copied));
+    // Products with all values of a tile are added. Weights of those that are not seen are 0, and 0 times what is no number
+    // would be none, so only a complete tile is used where it lies; if UNIT_K values do.
+    const bool is_complete = here.num_keys == TILE && first_seen(task, here) == 0;
+    const bool stays = WHOLE_VECTORS && P % UNIT_K == 0 && is_complete;
+    const Tile<Copied> tile = pairs_of(batch, task, head, here, scratch.buffers, stays);
+    if (!stays) {
+        const int64_t num_pairs = (tile.num_keys + 1) / 2;
+        std::memset(scratch.buffers.v + num_pairs * DV_LANES, 0, (TILE / 2 - num_pairs) * DV_LANES * sizeof(Copied));
+    }
     constexpr int64_t WEIGHTS_STRIDE = TILE * sizeof(float);
+    const auto keys = [&](int64_t k, int v) { return tile.k[v] + k / 2 * tile.k_stride; };
+    const auto values = [&](int64_t k, int v) { return tile.v[k / LANES] + v * LANES; };
     visit_sixteens(task, tile.first, [&](int64_t row, int64_t count) {
-        const Product scores = {q[row], D * sizeof(float), tile.k[0], TILE * sizeof(Copied), D,
+        const Product scores = {q[row], D * sizeof(float), tile.k_stride * 4, D,
                                 scratch.weights[row], WEIGHTS_STRIDE, true};
-        scores.add_all(count, GROUPS);
+        scores.add_all(count, GROUPS, keys);
     });
     for (int64_t row = 0; row < task.num_rows; row += LANES) {
         const int64_t count = std::min<int64_t>(LANES, task.num_rows - row);
@@ -105,9 +105,9 @@ void attend_tile(const Batch& batch, const Task& task, int64_t head, const float
                 store(states[r].mixed + d, load<f32v>(states[r].mixed + d) * all_lanes(scratch.keep[r]));
             }
         }
-        const Product mixed = {scratch.weights[row], WEIGHTS_STRIDE, tile.v[0], DV_LANES * sizeof(Copied), TILE,
+        const Product mixed = {scratch.weights[row], WEIGHTS_STRIDE, tile.v_stride * 4, TILE,
                                states[row].mixed, sizeof(State), false};
-        mixed.add_all(count, DV_VECTORS);
+        mixed.add_all(count, DV_VECTORS, values);
     });
 }
 
