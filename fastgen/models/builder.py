@@ -13,6 +13,7 @@ from fastgen.compile.backends.modules.collectives import HeadsOfRank, RankNorm
 from fastgen.compile.backends.modules.stored import NormParameters
 from fastgen.compile.backends.ops import AllReduceOp, LinearAddNormOp, LinearOp, NormOp, NormWeights, Table
 from fastgen.compile.backends.reference import REFERENCE
+from fastgen.compile.backends.shapes import FeatureNorm
 from fastgen.compile.ops.activation.reference import ACTIVATIONS
 from fastgen.compile.ops.attention.reference import Alibi
 from fastgen.compile.weights.formats import QuantizedFormat
@@ -124,7 +125,7 @@ class _Builder:
     def model(self) -> CausalLM:
         spec = self.spec
         tokens = self.table(spec.embedding.tokens, multiplies=spec.head.weight is None)
-        behind = iter(_norms_behind(spec))
+        behind = iter(self.norms_behind())
         return CausalLM(
             self.embedding(spec.embedding, tokens),
             [Layer([self.branch(branch, next(behind)) for branch in layer.branches]) for layer in spec.layers],
@@ -132,6 +133,23 @@ class _Builder:
             self.head(spec.head, tokens),
             self.ops,
         )
+
+    def norms_behind(self) -> list[FeatureNorm | None]:
+        """Returns the norm by which the stream is read behind each branch; ``None`` where it is read as it is."""
+        branches = [branch for layer in self.spec.layers for branch in layer.branches]
+        last = self.spec.final_norm
+        following = [*map(self.first_norm, branches[1:]), self.shapes.norm(last) if last else None]
+        return [
+            self.shapes.norm(branch.sum_norm) if branch.sum_norm else norm
+            for branch, norm in zip(branches, following, strict=True)
+        ]
+
+    def first_norm(self, branch: BranchSpec) -> FeatureNorm | None:
+        """Returns the norm by which a branch, or its first part, reads the stream, if there is one."""
+        if branch.norm is not None:
+            return self.shapes.norm(branch.norm, feeds_matrices=_all_are_matrices(branch))
+        part = branch.parts[0]
+        return self.shapes.norm(part.norm, feeds_matrices=_is_matrices(part)) if part.norm else None
 
     def embedding(self, spec: EmbeddingSpec, tokens: Table) -> Embedding:
         project = self.linear([spec.project]) if spec.project else None
@@ -166,9 +184,9 @@ class _Builder:
         """Returns the sum of activations over the ranks."""
         return self.backend.all_reduce(self.spec.rank.count, self.backend.activation_dtype(self.dtype))
 
-    def branch(self, spec: BranchSpec, norm_behind: NormSpec | None) -> Branch:
+    def branch(self, spec: BranchSpec, norm_behind: FeatureNorm | None) -> Branch:
         """Returns a branch, whose sum the stream's next reader norms by ``norm_behind`` if there is one."""
-        read = self.read(spec.norm) if spec.norm else None
+        read = self.read(spec.norm, feeds_matrices=_all_are_matrices(spec)) if spec.norm else None
         left = self.left_to_reader(spec, norm_behind)
         parts = [self.part(part, left, reads_stream=read is None) for part in spec.parts]
         output_norm = self.norm(spec.output_norm) if spec.output_norm and left is None else None
@@ -182,7 +200,7 @@ class _Builder:
             read_sum=self.read(spec.sum_norm) if spec.sum_norm else None,
         )
 
-    def left_to_reader(self, spec: BranchSpec, norm: NormSpec | None) -> LinearAddNormOp | None:
+    def left_to_reader(self, spec: BranchSpec, norm: FeatureNorm | None) -> LinearAddNormOp | None:
         """Returns the last linear layer of a branch with the sum and the norm that follow; ``None`` where something
         stands between them."""
         if norm is None or len(spec.parts) > 1 or spec.sum_ranks:
@@ -190,8 +208,8 @@ class _Builder:
         output_norm = self.shapes.norm(spec.output_norm) if spec.output_norm else None
         match spec.parts[0].part:
             case AttentionSpec(output=last) | LatentAttentionSpec(output=last) | MlpSpec(down=last):
-                linear, read = self.shapes.linear([last]), self.shapes.norm(norm)
-                left = self.ops.linear_add_norm(linear, read, unless_one(spec.scale), output_norm=output_norm)
+                linear = self.shapes.linear([last])
+                left = self.ops.linear_add_norm(linear, norm, unless_one(spec.scale), output_norm=output_norm)
                 self.claim_linear([last], left.linear)
                 if spec.output_norm is not None and left.output_norm is not None:
                     self.claim_norm(spec.output_norm, left.output_norm)
@@ -201,7 +219,11 @@ class _Builder:
     def part(self, spec: PartSpec, left: LinearAddNormOp | None, *, reads_stream: bool) -> Part:
         """Returns a part of a branch, whose last linear layer is ``left`` to the stream's next reader."""
         last = None if left is None else LeftToReader(left)
-        read = self.read(spec.norm) if reads_stream else ReadStream(self.norm(spec.norm) if spec.norm else None)
+        feeds_matrices = _is_matrices(spec)
+        if reads_stream:
+            read = self.read(spec.norm, feeds_matrices=feeds_matrices)
+        else:
+            read = ReadStream(self.norm(spec.norm, feeds_matrices=feeds_matrices) if spec.norm else None)
         module: Module
         match spec.part:
             case AttentionSpec() as part:
@@ -214,15 +236,16 @@ class _Builder:
                 module = self.moe(part)
         return Part(read, module)
 
-    def read(self, norm: NormSpec | None) -> Reader:
+    def read(self, norm: NormSpec | None, *, feeds_matrices: bool = False) -> Reader:
         """Returns what reads the residual stream here, after adding what is pending on it."""
         pending, self.pending = self.pending, None
         if pending is None:
-            return ReadStream(self.norm(norm) if norm else None)
+            return ReadStream(self.norm(norm, feeds_matrices=feeds_matrices) if norm else None)
         if norm is None:
             assert pending.left is None, "a linear layer is left to a reader without a norm"
             return FlushStream(self.ops.add(pending.scale, needed_by=pending.needed_by))
-        add_norm = pending.left or self.ops.add_norm(self.shapes.norm(norm), pending.scale)
+        shape = self.shapes.norm(norm, feeds_matrices=feeds_matrices)
+        add_norm = pending.left or self.ops.add_norm(shape, pending.scale)
         self.claim_norm(norm, add_norm.norm)
         return FlushAndNorm(add_norm)
 
@@ -268,7 +291,8 @@ class _Builder:
                 raise up.node.error("keys and values are made of the latent without a bias")
         q_down = None
         if spec.q_down:
-            q_down = QueryDown(self.linear([spec.q_down]), self.norm(spec.q_norm) if spec.q_norm else None)
+            norm = self.norm(spec.q_norm, feeds_matrices=True) if spec.q_norm else None
+            q_down = QueryDown(self.linear([spec.q_down]), norm)
         q, kv_down = self.linear([spec.q]), self.linear([spec.kv_down])
         attend = self.ops.latent_attention(self.shapes.latent_attention(spec))
         self.claim_norm(spec.kv_norm, attend.kv_norm)
@@ -297,7 +321,9 @@ class _Builder:
     def mlp(self, spec: MlpSpec, down: LinearOp | None = None) -> Mlp:
         _check_activation(spec)
         parts = inward_parts(spec)
-        inward = self.ops.activated_linear(self.shapes.linear(parts), self.shapes.activation(spec))
+        # Ranks that sum integer products read the activation themselves, for the largest number of whole rows.
+        activation = self.shapes.activation(spec, feeds_matrices=spec.down.sum_ranks != "products")
+        inward = self.ops.activated_linear(self.shapes.linear(parts), activation)
         self.claim_linear(parts, inward)
         return Mlp(inward, down or self.linear([spec.down]))
 
@@ -330,8 +356,8 @@ class _Builder:
             )
         return self.rotaries[key]
 
-    def norm(self, spec: NormSpec) -> NormOp:
-        norm = self.ops.norm(self.shapes.norm(spec))
+    def norm(self, spec: NormSpec, *, feeds_matrices: bool = False) -> NormOp:
+        norm = self.ops.norm(self.shapes.norm(spec, feeds_matrices=feeds_matrices))
         self.claim_norm(spec, norm)
         return norm
 
@@ -372,12 +398,14 @@ class _PendingAdd(NamedTuple):
     left: LinearAddNormOp | None
 
 
-def _norms_behind(spec: ModelSpec) -> list[NormSpec | None]:
-    """Returns the norm by which the stream is read behind each branch; ``None`` where it is read as it is."""
-    branches = [branch for layer in spec.layers for branch in layer.branches]
-    firsts = [branch.norm or branch.parts[0].norm for branch in branches[1:]]
-    following = [*firsts, spec.final_norm]
-    return [branch.sum_norm or norm for branch, norm in zip(branches, following, strict=True)]
+def _is_matrices(part: PartSpec) -> bool:
+    """Returns whether nothing of this part reads its input but linear layers whose weights may be quantized."""
+    return not isinstance(part.part, MoeSpec)
+
+
+def _all_are_matrices(branch: BranchSpec) -> bool:
+    """Returns whether that holds for all parts of a branch, which read its norm directly."""
+    return all(part.norm is None and _is_matrices(part) for part in branch.parts)
 
 
 def _check_activation(spec: MlpSpec) -> None:

@@ -163,7 +163,7 @@ class Shapes:
             parts[0].sum_ranks,
         )
 
-    def norm(self, spec: NormSpec) -> FeatureNorm:
+    def norm(self, spec: NormSpec, *, feeds_matrices: bool = False) -> FeatureNorm:
         return FeatureNorm(
             spec.kind,
             spec.weight.shape if spec.weight else (spec.size,),
@@ -172,15 +172,18 @@ class Shapes:
             bias=spec.bias is not None,
             offset=spec.offset,
             needed_by=self.needed_by(spec.node),
+            feeds_matrices=feeds_matrices,
         )
 
     def qk_norm(self, spec: QkNormSpec | None) -> QkNorm | None:
         return None if spec is None else QkNorm(self.norm(spec.norm), over_all=spec.over == "all")
 
-    def activation(self, spec: MlpSpec) -> ActivationShape:
+    def activation(self, spec: MlpSpec, *, feeds_matrices: bool = False) -> ActivationShape:
         """Returns the shape of an activation, which must be a known one."""
         gated = spec.gate is not None
-        return ActivationShape(spec.activation, spec.up.out_features, gated, self.needed_by(spec.node))
+        return ActivationShape(
+            spec.activation, spec.up.out_features, gated, self.needed_by(spec.node), feeds_matrices=feeds_matrices
+        )
 
     def attention(self, spec: AttentionSpec | LatentAttentionSpec) -> AttentionShape:
         return attention_shape(spec, self.dtype, self.block_size)

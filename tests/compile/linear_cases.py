@@ -117,10 +117,11 @@ static void run(int64_t num_rows, int64_t in_features, int64_t out_features, int
     float *x = exactly<float>(x_rows * in_features), *y = exactly<float>(y_rows * out_features);
     uint8_t* weights = exactly<uint8_t>(num_panels * num_steps * PANEL_BYTES_PER_STEP);
     float *scale = exactly<float>(num_panels * PANEL), *bias = exactly<float>(num_panels * PANEL);
-    const int64_t most_k = HAS_TILES ? in_features + UNIT - 1 : in_features;
-    const int64_t row_bytes = K_STEP == 2 ? X_PARTS * (2 * most_k + 2) : (most_k / 32 + 1) * 40;
+    const int64_t num_k = num_steps * K_STEP, is_prepared = 0;
+    const int64_t used_bytes = K_STEP == 2 ? X_PARTS * 2 * num_k : K_STEP == 4 ? num_k + 8 : num_k / 32 * 40;
+    const int64_t row_bytes = ((used_bytes / 64 + 1) | 1) * 64;
     const int64_t prepared_rows = !HAS_TILES ? x_rows : (ROUTED ? y_rows : x_rows) + 15;
-    uint8_t* workspace = exactly<uint8_t>(prepared_rows * (row_bytes + 128));
+    uint8_t* workspace = exactly<uint8_t>(prepared_rows * row_bytes);
     int64_t *order = exactly<int64_t>(y_rows), *first_rows = exactly<int64_t>(num_groups + 1);
     for (int64_t group = 0, place = 0; group < num_groups; ++group) {  // of squares, so some groups are empty
         first_rows[group] = place;

@@ -57,4 +57,4 @@ def test_the_sources_stored_for_reading_are_up_to_date(name: str) -> None:
 def test_no_other_sources_are_stored_and_all_together_stay_few() -> None:
     files = [*(PLACE / "sources").iterdir()]
     assert {file.name for file in files} == READABLE.keys()
-    assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in [*files, *map(index, ARCHES)]) <= 4000
+    assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in [*files, *map(index, ARCHES)]) <= 4300

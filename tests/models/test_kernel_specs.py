@@ -76,7 +76,7 @@ def test_libraries_formats_and_block_sizes_are_part_of_what_a_cpu_needs() -> Non
     differing = {spec.op for spec in set(plain) ^ set(other)}
     assert "linear" in differing
     assert any("attention" in op for op in differing)
-    assert "norm" not in " ".join(differing)
+    assert not differing & {"sampling", "next_decodes"}
 
 
 def published() -> dict[str, ModelSpec]:
@@ -112,3 +112,41 @@ def test_every_recipe_s_kernels_are_known_before_a_gpu_is_there() -> None:
             assert all("experts" in node for spec in products for node in spec.needed_by), name
     for spec in distinct:
         assert f"{spec.name}(" in render(spec)
+
+
+def row_formats(recipe: str, target: str) -> dict[str, set[object]]:
+    """The formats in which norms and activations write rows, by the recipe node that needs them."""
+    specs = kernel_specs(published()[recipe], KernelLoader(make_builder(target)), torch.bfloat16)
+    found: dict[str, set[object]] = {}
+    for spec in specs:
+        for node in spec.needed_by if "row_format" in spec.parameters else ():
+            found.setdefault(node.removeprefix(f"{recipe}: model."), set()).add(spec.parameters["row_format"])
+    return found
+
+
+def test_what_feeds_matrices_alone_is_written_as_they_read_it() -> None:
+    """A mixture's router reads its norm in fp32, and so do the residual stream and the head; experts read activations
+    by choice."""
+    assert row_formats("llama", "avx512bf16") == {
+        "layers.residual.attend.norm": {"bf16_dot"},
+        "layers.residual.transform.norm": {"bf16_dot"},
+        "layers.residual.transform.mlp": {"bf16_dot"},
+        "final_norm": {None},
+    }
+    assert row_formats("deepseek_v3", "amx") == {
+        "layers.residual.attend.norm": {"bf16_dot"},
+        "layers.residual.attend.latent_attention.q_latent.norm": {"bf16_dot"},
+        "layers.residual.transform.norm": {"bf16_dot", None},  # before a plain layer and before a mixture
+        "layers.residual.transform.mlp": {"bf16_dot"},
+        "layers.residual.transform.moe.shared": {"bf16_dot"},
+        "layers.residual.transform.moe.experts": {None},
+        "final_norm": {None},
+    }
+    assert row_formats("olmo2", "avx512bf16") == {
+        "layers.residual.attend.output_norm": {None},
+        "layers.residual.transform.output_norm": {None},
+        "layers.residual.transform.mlp": {"bf16_dot"},
+        "final_norm": {None},
+    }
+    assert row_formats("falcon", "avx512bf16")["layers.residual.both.norm"] == {"bf16_dot"}
+    assert set().union(*row_formats("llama", "portable").values()) == {None}

@@ -87,6 +87,7 @@ from fastgen.compile.ops.sampling.cpp import SamplingKernel, sampling_spec
 from fastgen.compile.ops.softcap.cpp import SoftcapKernel, softcap_spec
 from fastgen.compile.spec import KernelSpec, dtype_name
 from fastgen.compile.weights.packed import WeightFormat, matrix_format
+from fastgen.compile.weights.prepared_rows import row_format
 
 _CPU = torch.device("cpu")
 _EVERY_ENGINE = ("every engine",)
@@ -179,6 +180,8 @@ class CppOps(Ops):
         self._plain_format = cast(WeightFormat, self._dtype_name)
         chosen = model.weight_format or matrix_format(self._plain_format, self._arch)
         self._matrix_format = cast(WeightFormat, chosen)
+        # How what feeds nothing but matrices is written.
+        self._rows = row_format(self._matrix_format, self._arch)
         # By the format of weights, and whether ranks sum products.
         self._linear_kernels: dict[tuple[WeightFormat, bool], LinearKernel] = {}
         # The launchers of heads' maps, by the number of heads and the most features of one.
@@ -271,7 +274,8 @@ class CppOps(Ops):
 
     def _norm_kernel(self, norm: FeatureNorm, *, residual: bool = False, scale: float = 1.0) -> NormKernel:
         shape = norm.of_rows("fp32", residual=residual, scale=scale)
-        return NormKernel(self._kernel(norm_spec(shape, needed_by=norm.needed_by)))
+        rows = self._rows if norm.feeds_matrices else None
+        return NormKernel(self._kernel(norm_spec(shape, rows, needed_by=norm.needed_by)), rows)
 
     def _norm_weights(self, norm: FeatureNorm) -> NormParameters:
         device = self._model.device
@@ -281,8 +285,16 @@ class CppOps(Ops):
         return AddKernel(self._kernel(add_spec(self._arch, scale, needed_by=needed_by)))
 
     def activation(self, shape: ActivationShape) -> ActivationKernel:
-        spec = activation_spec(shape.kind, self._arch, gated=shape.gated, needed_by=shape.needed_by)
-        return ActivationKernel(self._kernel(spec))
+        rows = self._rows if shape.feeds_matrices else None
+        spec = activation_spec(
+            shape.kind,
+            self._arch,
+            gated=shape.gated,
+            rows=rows,
+            num_features=shape.num_features,
+            needed_by=shape.needed_by,
+        )
+        return ActivationKernel(self._kernel(spec), rows)
 
     def attention(
         self,

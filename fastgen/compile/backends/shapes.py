@@ -68,7 +68,11 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class FeatureNorm:
-    """A norm over the last axis of ``shape``; weight and bias, where it has them, are of this shape."""
+    """A norm over the last axis of ``shape``; weight and bias, where it has them, are of this shape.
+
+    If it ``feeds_matrices``, nothing reads the results but linear layers whose weights may be quantized, so they may be
+    written in these layers' own format.
+    """
 
     kind: Literal["rms", "layer"]
     shape: tuple[int, ...]
@@ -77,6 +81,7 @@ class FeatureNorm:
     bias: bool = False
     offset: float = 0.0
     needed_by: tuple[str, ...] = ()
+    feeds_matrices: bool = False
 
     @property
     def size(self) -> int:
@@ -119,12 +124,14 @@ class RotaryShape:
 @dataclass(frozen=True)
 class ActivationShape:
     """An activation to ``num_features`` outputs. ``kind`` is a key of
-    :data:`fastgen.compile.ops.activation.reference.ACTIVATIONS`; a ``gated`` one reads twice as many features."""
+    :data:`fastgen.compile.ops.activation.reference.ACTIVATIONS`; a ``gated`` one reads twice as many features.
+    ``feeds_matrices`` is that of :class:`FeatureNorm`."""
 
     kind: str
     num_features: int
     gated: bool
     needed_by: tuple[str, ...] = ()
+    feeds_matrices: bool = False
 
 
 @dataclass(frozen=True)

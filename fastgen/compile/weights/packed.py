@@ -52,9 +52,9 @@ def layout_of(weight_format: WeightFormat, arch: str) -> WeightFormat:
     return "bf16_dot" if weight_format == "bf16" and arch in ARCHES_WITH_TILES else weight_format
 
 
-def _padded(weight_format: WeightFormat, in_features: int, arch: str) -> int:
-    """Returns the weights that an output has in memory: as many as fill steps, or tiles where there is a matrix unit.
-    Those after ``in_features`` are zero.
+def padded_features(weight_format: WeightFormat, in_features: int, arch: str) -> int:
+    """Returns the weights that an output has in memory, and the numbers of a prepared row: as many as fill steps, or
+    tiles where there is a matrix unit. Those after ``in_features`` are zero.
     """
     unit = TILED.get(weight_format, 1) if arch in ARCHES_WITH_TILES else _STEPS.get(weight_format, 1)
     return -(-in_features // unit) * unit
@@ -96,7 +96,7 @@ class PackedWeight:
         num_panels = num_groups * -(-out_features // self._panel)
         self._layout = layout_of(weight_format, arch)
         self._step = _STEPS.get(self._layout, 1)
-        self._padded_features = _padded(weight_format, in_features, arch)
+        self._padded_features = padded_features(weight_format, in_features, arch)
         size_bytes = num_panels * _panel_bytes(weight_format, self._padded_features, self._panel)
         pages = in_huge_pages(whole_huge_pages(size_bytes), device)
         self.panels = pages[:size_bytes].view(num_panels, -1)

@@ -6,6 +6,8 @@
 // num_rows: scalar i64
 // num_groups: scalar i64
 // workspace: out u8
+// row_bytes: scalar i64
+// is_prepared: scalar i64
 // weights: in u8
 // scale: in fp32
 // bias: in fp32
@@ -24,7 +26,6 @@ constexpr int PANEL = 32;
 constexpr int K_STEP = 4;
 constexpr int PANEL_BYTES_PER_STEP = PANEL * 4;
 constexpr int X_BYTES_PER_STEP = 4;
-constexpr int WEIGHT_OFFSET = 128;
 constexpr bool HAS_OUTPUT_SCALES = true;
 constexpr int MAX_R = 12;  // rows of a tile
 constexpr int BLOCK_K = 2048, SLAB_K = 4096;  // the rows of a tile then fill most of the first cache
@@ -571,35 +572,44 @@ static void multiply(const Call& call) {
     }
 }
 
-// Multiplies rows that are prepared first, such as rounded or quantized: prepare(row of x, where it goes) makes of each
-// row of a group `bytes` bytes in the workspace. `call` says where x is, and in numbers how far its rows lie apart.
+// Rows of x as the arithmetic reads them, such as rounded or quantized, row_bytes apart. If they are `complete`, x is not
+// read.
+struct PreparedRows {
+    uint8_t* first;
+    int64_t row_bytes;
+    bool complete;
+
+    // Calls prepare(i, where it goes) for each of `count` rows of in_features.
+    template <class Prepare>
+    void complete_by(int64_t count, int64_t in_features, Prepare&& prepare) const {
+        if (complete) return;
+        if (count * in_features < 32768) {
+            for (int64_t i = 0; i < count; ++i) prepare(i, first + i * row_bytes);
+        } else {
+            parallel_for(count, [&](int64_t i) { prepare(i, first + i * row_bytes); });
+        }
+    }
+};
+
+// Multiplies rows that are prepared first: prepare(row of x, where it goes) does it for each row of a group. `call` says
+// where x is, and in numbers how far its rows lie apart.
 template <class Prepare>
 static void multiply_prepared(Call call, const float* x, int64_t x_stride, int64_t x_group_stride, int64_t num_rows,
-                              int64_t in_features, int64_t bytes, uint8_t* workspace, Prepare&& prepare_row) {
-    const int64_t row_bytes = ((bytes / 64 + 1) | 1) * 64;  // an odd number of lines, so that rows share no cache sets
+                              int64_t in_features, const PreparedRows& rows, Prepare&& prepare_row) {
     const int64_t num_groups = FASTGEN_ROUTED ? 1 : call.num_groups;  // of a row of x, one after the other
-    const int64_t num_prepared = num_rows * num_groups;
-    auto prepare = [=](int64_t i) {
-        const float* from = x + i / num_groups * x_stride + i % num_groups * x_group_stride;
-        prepare_row(from, workspace + i * row_bytes);
-    };
-    if (num_prepared * in_features < 32768) {
-        for (int64_t i = 0; i < num_prepared; ++i) prepare(i);
-    } else {
-        parallel_for(num_prepared, prepare);
-    }
-    call.x = workspace;
-    call.x_stride = num_groups * row_bytes;
+    rows.complete_by(num_rows * num_groups, in_features, [&](int64_t i, uint8_t* to) {
+        prepare_row(x + i / num_groups * x_stride + i % num_groups * x_group_stride, to);
+    });
+    call.x = rows.first;
+    call.x_stride = num_groups * rows.row_bytes;
 #if !FASTGEN_ROUTED
-    call.x_group_stride = row_bytes;
+    call.x_group_stride = rows.row_bytes;
 #endif
     multiply(call);
 }
 
-// A row of x in the workspace. Of each group of k, which share a scale: their codes, signed bytes; what their sums of
-// products start from, an i32; the scale, an fp32. All of k is one group.
-INLINE int64_t group_size(int64_t K) { return K; }
-
+// Of each group of k, which share a scale: their codes, signed bytes; what their sums of products start from, an i32; the
+// scale, an fp32. All of k is one group.
 INLINE void quantize_group(const float* __restrict x, int64_t num_k, int64_t size, uint8_t* __restrict to) {
     uint32_t largest_bits = 0;  // as integers NaN is the largest of all, so it reaches the scale
     for (int64_t k = 0; k < num_k; ++k) {
@@ -616,20 +626,14 @@ INLINE void quantize_group(const float* __restrict x, int64_t num_k, int64_t siz
         sum += code;
     }
     std::memset(to + num_k, 0, size - num_k);
-    store(to + size, -WEIGHT_OFFSET * sum);
+    store(to + size, -128 * sum);  // the offset of weights
     store(to + size + 4, largest / 127.0f);
 }
 
-static void quantize_row(const float* x, int64_t in_features, int64_t K, uint8_t* to) {
-    const int64_t size = group_size(K);
-    for (int64_t k = 0; k < K; k += size, to += size + 8) {
-        if (k + size <= in_features) {  // where groups are steps, the compiler knows the length of complete ones
-            quantize_group(x + k, size, size, to);
-        } else {
-            quantize_group(x + k, in_features - k, size, to);
-        }
-    }
+static void write_prepared(const float* x, int64_t in_features, int64_t K, uint8_t* to) {
+    quantize_group(x, in_features, K, to);
 }
+
 
 INLINE i32v start_of(const Call& call, const uint8_t* row) { return all_lanes(load<int32_t>(row + call.K)); }
 INLINE f32v scale_of(const Call& call, const uint8_t* row) { return all_lanes(load<float>(row + call.K + 4)); }
@@ -700,6 +704,8 @@ extern "C" void linear_int8_avx512vnni_panel32(
     int64_t num_rows,
     int64_t num_groups,
     uint8_t* __restrict workspace,
+    int64_t row_bytes,
+    int64_t is_prepared,
     const uint8_t* __restrict weights,
     const float* __restrict scale,
     const float* __restrict bias,
@@ -709,11 +715,13 @@ extern "C" void linear_int8_avx512vnni_panel32(
     int64_t in_features,
     int64_t out_features) {
     const int64_t K = (in_features + K_STEP - 1) / K_STEP * K_STEP, num_panels = (out_features + PANEL - 1) / PANEL;
-    const int64_t bytes = K / group_size(K) * (group_size(K) + 8);
     const Call call = {num_groups, K, out_features, num_panels, nullptr, 0, weights, scale, bias, y, y_stride,
                        num_rows, 0, y_group_stride};
-    multiply_prepared(call, x, x_stride, x_group_stride, num_rows, in_features, bytes, workspace,
-                      [=](const float* row, uint8_t* to) { quantize_row(row, in_features, K, to); });
+    const PreparedRows rows = {workspace, row_bytes, is_prepared != 0};
+    const auto prepare = [=](const float* row, uint8_t* to) {
+        write_prepared(row, in_features, K, to);
+    };
+    multiply_prepared(call, x, x_stride, x_group_stride, num_rows, in_features, rows, prepare);
 }
 
 // The same function for a tape, whose blocks have 8 bytes for each argument.
@@ -725,13 +733,15 @@ extern "C" void linear_int8_avx512vnni_panel32_from_slots(const int64_t* slots) 
         int64_t(slots[3]), 
         int64_t(slots[4]), 
         reinterpret_cast<uint8_t*>(slots[5]), 
-        reinterpret_cast<const uint8_t*>(slots[6]), 
-        reinterpret_cast<const float*>(slots[7]), 
-        reinterpret_cast<const float*>(slots[8]), 
-        reinterpret_cast<float*>(slots[9]), 
-        int64_t(slots[10]), 
-        int64_t(slots[11]), 
+        int64_t(slots[6]), 
+        int64_t(slots[7]), 
+        reinterpret_cast<const uint8_t*>(slots[8]), 
+        reinterpret_cast<const float*>(slots[9]), 
+        reinterpret_cast<const float*>(slots[10]), 
+        reinterpret_cast<float*>(slots[11]), 
         int64_t(slots[12]), 
-        int64_t(slots[13])
+        int64_t(slots[13]), 
+        int64_t(slots[14]), 
+        int64_t(slots[15])
     );
 }

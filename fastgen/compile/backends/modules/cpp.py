@@ -113,7 +113,7 @@ class Linear(nn.Module):
         if self._over_ranks is not None:
             largest = self._over_ranks.row_maxima(x)
             return self._over_ranks.sum_products(self._kernel.products(x, largest, self.packed), largest, self.packed)
-        out = x.new_empty(len(x), self.total)
+        out = torch.empty(len(x), self.total, dtype=torch.float32, device=x.device)  # x may be prepared rows
         self._kernel(x, self.packed, out)
         return out
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from fastgen.compile.backends.modules.stored import NormParameters
@@ -21,6 +20,9 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None
 class NormLaunch(Protocol):
     """Launches a norm; with a ``residual``, ``x`` is added to that first."""
 
+    def empty_out(self, x: Tensor) -> Tensor:
+        """Returns room for the norm of ``x [T, H]``."""
+
     def __call__(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, residual: Tensor | None = None
     ) -> None: ...
@@ -35,7 +37,7 @@ class Norm(nn.Module):
         self._launch = launch
 
     def forward(self, x: Tensor) -> Tensor:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out = self._launch.empty_out(x)
         self._launch(x.contiguous(), self.weight, self.bias, out)
         return out
 
@@ -49,7 +51,7 @@ class AddNorm(nn.Module):
         self._launch = launch
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        out = torch.empty_like(y)
+        out = self._launch.empty_out(y)
         self._launch(y, self.norm.weight, self.norm.bias, out, x)
         return x, out
 

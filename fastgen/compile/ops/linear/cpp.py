@@ -10,17 +10,11 @@ from torch import Tensor
 
 from fastgen.compile.build.builder import Kernel
 from fastgen.compile.spec import Argument, KernelSpec, Value
-from fastgen.compile.weights.formats import GROUP
 from fastgen.compile.weights.packed import ARCHES_WITH_TILES, PANELS, TILED, PackedWeight, WeightFormat
+from fastgen.compile.weights.prepared_rows import row_format
 
 _CPU = torch.device("cpu")
 _IN_INTEGERS = ("int8", "int4")
-_TILE_ROWS = 16  # that a matrix unit reads at once
-
-
-def _prepares(weight: WeightFormat, arch: str) -> bool:
-    """Returns whether kernels first quantize rows, round them, or cut their numbers into parts."""
-    return weight in (*_IN_INTEGERS, "bf16_dot") or (weight == "bf16" and arch in ARCHES_WITH_TILES)
 
 
 def linear_spec(
@@ -42,7 +36,7 @@ def linear_spec(
     and ``y`` are sums of products, integers that are still to be summed over the ranks, scaled and biased.
     """
     assert not over_ranks or weight == "int8", "other sums of products are not exact, so ranks sum results"
-    prepares = _prepares(weight, arch)
+    prepares = row_format(weight, arch) is not None
     tiles = TILED.get(weight) if arch in ARCHES_WITH_TILES else None
     arguments = [
         Argument("x", "fp32", "in"),
@@ -52,7 +46,8 @@ def linear_spec(
         *([Argument(name, "i64", "in") for name in ("order", "first_rows")] if routed else []),
         *([Argument("choices_per_row", "i64", "scalar")] if routed else []),
         Argument("num_groups", "i64", "scalar"),
-        *([Argument("workspace", "u8", "out")] if prepares else []),
+        *([Argument("workspace", "u8", "out"), Argument("row_bytes", "i64", "scalar")] if prepares else []),
+        *([Argument("is_prepared", "i64", "scalar")] if prepares and not (routed or over_ranks) else []),
         Argument("weights", "u8", "in"),
         *([Argument("largest", "fp32", "in")] if over_ranks else []),
         *([] if over_ranks else [Argument(name, "fp32", "in") for name in ("scale", "bias")]),
@@ -74,28 +69,13 @@ def linear_spec(
     )
 
 
-def _workspace_bytes(weight: WeightFormat, arch: str, max_rows: int, max_in_features: int) -> int:
-    """Returns the bytes in which a :class:`LinearKernel` prepares rows; where they are read as they are, none.
-
-    A matrix unit reads complete tiles, the last of which may have rows after the last row.
-    """
-    if not _prepares(weight, arch):
-        return 0
-    if arch in ARCHES_WITH_TILES:
-        max_rows, max_in_features = max_rows + _TILE_ROWS - 1, max_in_features + TILED[weight] - 1
-    num_parts = 3 if weight == "bf16" else 1
-    in_bf16 = 2 * num_parts * (max_in_features + 1)
-    row_bytes = (max_in_features // GROUP + 1) * (GROUP + 8) if weight in _IN_INTEGERS else in_bf16
-    return max_rows * (row_bytes + 128)
-
-
 class LinearKernel:
     """Launches a kernel of :func:`linear_spec`: ``x Wᵀ + b``, ``x`` and ``y`` in fp32.
 
     An output's bits depend only on its row of ``x``, its weights and the instruction set. ``max_rows`` (counting the
-    rows of each group, or where rows are routed the choices) and ``max_in_features`` bound the rows that are prepared
-    at once: quantized, rounded or cut into parts. Each thread needs its own launcher. Launchers of one format that run
-    one after the other may work in one ``workspace``.
+    rows of each group, or where rows are routed the choices) and ``max_in_features`` bound the rows that it prepares
+    at once in its ``workspace``: see :class:`~fastgen.compile.weights.prepared_rows.RowFormat`. Each thread needs its
+    own launcher. Launchers of one format that run one after the other may work in one ``workspace``.
     """
 
     def __init__(
@@ -111,7 +91,8 @@ class LinearKernel:
         self._arch = str(kernel.spec.parameters["arch"])
         self._names = [argument.name for argument in kernel.spec.arguments]
         self._max_rows, self._max_in_features, self._device = max_rows, max_in_features, device
-        size_bytes = _workspace_bytes(self._format, self._arch, max_rows, max_in_features)
+        self._rows = row_format(self._format, self._arch)
+        size_bytes = self._rows.size_bytes(max_rows, max_in_features) if self._rows else 0
         self.workspace = torch.empty(size_bytes, dtype=torch.uint8, device=device) if workspace is None else workspace
 
     def pack(self, out_features: int, in_features: int, *, num_groups: int = 1) -> PackedWeight:
@@ -122,7 +103,8 @@ class LinearKernel:
 
     def __call__(self, x: Tensor, weight: PackedWeight, out: Tensor) -> None:
         """Takes ``x [T, in]`` and ``out [T, out]``, or ``[T, N, in]`` and ``[T, N, out]`` for a weight of ``N`` groups;
-        fp32, each row contiguous. Raises ``ValueError``.
+        fp32, each row contiguous. Or ``x`` are prepared rows, ``[T, row_bytes]`` u8, of room that
+        :meth:`RowFormat.empty` gave. Raises ``ValueError``.
         """
         if len(x):
             self._kernel((), *self.arguments(x, weight, out))
@@ -140,9 +122,23 @@ class LinearKernel:
 
     def arguments(self, x: Tensor, weight: PackedWeight, out: Tensor) -> list[Tensor | int]:
         """Returns the kernel's arguments for these tensors. Raises ``ValueError`` where they do not fit it."""
+        if self._rows is not None and x.dtype == torch.uint8:
+            return self._prepared_arguments(x, weight, out)
         rows = (len(x),) if x.ndim == 2 and weight.num_groups == 1 else (len(x), weight.num_groups)
         groups = {"x_group_stride": x.stride(-2), "y_group_stride": out.stride(-2)}
         return self.fitting(x, weight, out, rows, rows, num_rows=len(x), **groups)
+
+    def _prepared_arguments(self, x: Tensor, weight: PackedWeight, out: Tensor) -> list[Tensor | int]:
+        """Returns the kernel's arguments for prepared rows ``x``, which take the workspace's place."""
+        assert self._rows is not None
+        row_bytes, least = self._rows.row_bytes(weight.in_features), self._rows.size_bytes(len(x), weight.in_features)
+        room = x.untyped_storage().nbytes() - x.storage_offset()
+        if x.shape != (len(x), row_bytes) or not x.is_contiguous() or room < least or weight.num_groups > 1:
+            raise ValueError(f"prepared rows {tuple(x.shape)} in {room} bytes: expected rows of {row_bytes} in {least}")
+        self._check(weight, out, (len(x),))
+        given: dict[str, Tensor | int] = {"workspace": x, "is_prepared": 1, "num_rows": len(x), "y_group_stride": 0}
+        given |= {"x": weight.bias, "x_stride": 0, "x_group_stride": 0}  # not read
+        return self._in_order(weight, out, **given)
 
     def fitting(
         self,
@@ -158,19 +154,27 @@ class LinearKernel:
         Raises ``ValueError`` where ``x`` is not ``[*x_rows, in]`` or ``out`` not ``[*out_rows, out]``, and where the
         kernel was made for something else.
         """
-        expected, expected_out = (*x_rows, weight.in_features), (*out_rows, weight.out_features)
-        is_contiguous = x.stride(-1) == 1 and out.stride(-1) == 1
-        if x.shape != expected or out.shape != expected_out or not is_contiguous:
-            found = f"x {tuple(x.shape)}, out {tuple(out.shape)}"
-            raise ValueError(f"{found}: expected {expected} and {expected_out}, their rows contiguous")
-        if weight.format != self._format or weight.arch != self._arch:
-            raise ValueError(f"weights in {weight.format} for {weight.arch}, the kernel is {self._kernel.spec.name}")
+        expected = (*x_rows, weight.in_features)
+        if x.shape != expected or x.stride(-1) != 1:
+            raise ValueError(f"x {tuple(x.shape)}: expected {expected}, its rows contiguous")
+        self._check(weight, out, out_rows)
         # A matrix unit reads routed rows once for each choice.
         num_prepared = math.prod(out_rows if self._arch in ARCHES_WITH_TILES else x_rows)
-        is_too_large = num_prepared > self._max_rows or weight.in_features > self._max_in_features
-        if is_too_large and _prepares(self._format, self._arch):
+        if self._rows and (num_prepared > self._max_rows or weight.in_features > self._max_in_features):
             raise ValueError(f"x {tuple(x.shape)}: made for at most {self._max_rows} x {self._max_in_features}")
-        given |= {"x": x, "x_stride": x.stride(0), "y": out, "y_stride": out.stride(0), "workspace": self.workspace}
+        return self._in_order(weight, out, x=x, x_stride=x.stride(0), workspace=self.workspace, is_prepared=0, **given)
+
+    def _check(self, weight: PackedWeight, out: Tensor, out_rows: tuple[int, ...]) -> None:
+        expected = (*out_rows, weight.out_features)
+        if out.shape != expected or out.stride(-1) != 1:
+            raise ValueError(f"out {tuple(out.shape)}: expected {expected}, its rows contiguous")
+        if weight.format != self._format or weight.arch != self._arch:
+            raise ValueError(f"weights in {weight.format} for {weight.arch}, the kernel is {self._kernel.spec.name}")
+
+    def _in_order(self, weight: PackedWeight, out: Tensor, **given: Tensor | int) -> list[Tensor | int]:
+        """Returns ``given`` and what follows from ``weight`` and ``out`` in the order of the kernel's arguments."""
+        given |= {"y": out, "y_stride": out.stride(0)}
         given |= {"weights": weight.panels, "scale": weight.scale, "bias": weight.bias, "num_groups": weight.num_groups}
         given |= {"in_features": weight.in_features, "out_features": weight.out_features}
+        given["row_bytes"] = self._rows.row_bytes(weight.in_features) if self._rows else 0
         return [given[name] for name in self._names]

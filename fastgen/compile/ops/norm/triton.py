@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fastgen.compile.build.builder import Kernel
@@ -28,6 +29,10 @@ class NormKernel:
     def __init__(self, kernel: Kernel):
         self._kernel = kernel
         self._names = [argument.name for argument in kernel.spec.arguments]
+
+    def empty_out(self, x: Tensor) -> Tensor:
+        """Returns room for the norm of ``x [T, H]``."""
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     def __call__(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, residual: Tensor | None = None

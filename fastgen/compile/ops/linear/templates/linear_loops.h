@@ -373,27 +373,38 @@ static void multiply(const Call& call) {
     }
 }
 
-// Multiplies rows that are prepared first, such as rounded or quantized: prepare(row of x, where it goes) makes of each
-// row of a group `bytes` bytes in the workspace. `call` says where x is, and in numbers how far its rows lie apart.
+// Rows of x as the arithmetic reads them, such as rounded or quantized, row_bytes apart. If they are `complete`, x is not
+// read.
+struct PreparedRows {
+    uint8_t* first;
+    int64_t row_bytes;
+    bool complete;
+
+    // Calls prepare(i, where it goes) for each of `count` rows of in_features.
+    template <class Prepare>
+    void complete_by(int64_t count, int64_t in_features, Prepare&& prepare) const {
+        if (complete) return;
+        if (count * in_features < 32768) {
+            for (int64_t i = 0; i < count; ++i) prepare(i, first + i * row_bytes);
+        } else {
+            parallel_for(count, [&](int64_t i) { prepare(i, first + i * row_bytes); });
+        }
+    }
+};
+
+// Multiplies rows that are prepared first: prepare(row of x, where it goes) does it for each row of a group. `call` says
+// where x is, and in numbers how far its rows lie apart.
 template <class Prepare>
 static void multiply_prepared(Call call, const float* x, int64_t x_stride, int64_t x_group_stride, int64_t num_rows,
-                              int64_t in_features, int64_t bytes, uint8_t* workspace, Prepare&& prepare_row) {
-    const int64_t row_bytes = ((bytes / 64 + 1) | 1) * 64;  // an odd number of lines, so that rows share no cache sets
+                              int64_t in_features, const PreparedRows& rows, Prepare&& prepare_row) {
     const int64_t num_groups = FASTGEN_ROUTED ? 1 : call.num_groups;  // of a row of x, one after the other
-    const int64_t num_prepared = num_rows * num_groups;
-    auto prepare = [=](int64_t i) {
-        const float* from = x + i / num_groups * x_stride + i % num_groups * x_group_stride;
-        prepare_row(from, workspace + i * row_bytes);
-    };
-    if (num_prepared * in_features < 32768) {
-        for (int64_t i = 0; i < num_prepared; ++i) prepare(i);
-    } else {
-        parallel_for(num_prepared, prepare);
-    }
-    call.x = workspace;
-    call.x_stride = num_groups * row_bytes;
+    rows.complete_by(num_rows * num_groups, in_features, [&](int64_t i, uint8_t* to) {
+        prepare_row(x + i / num_groups * x_stride + i % num_groups * x_group_stride, to);
+    });
+    call.x = rows.first;
+    call.x_stride = num_groups * rows.row_bytes;
 #if !FASTGEN_ROUTED
-    call.x_group_stride = row_bytes;
+    call.x_group_stride = rows.row_bytes;
 #endif
     multiply(call);
 }

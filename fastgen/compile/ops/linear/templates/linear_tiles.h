@@ -136,8 +136,7 @@ static bool has_many_rows(const Call& call) {
 // expert that they chose.
 template <class Prepare>
 static void multiply_prepared_by_tiles(const Call& call, const float* x, int64_t x_stride, int64_t x_group_stride,
-                                       int64_t bytes, uint8_t* workspace, Prepare&& prepare_row) {
-    const int64_t row_bytes = ((bytes / 64 + 1) | 1) * 64;  // an odd number of lines, so that rows share no cache sets
+                                       const PreparedRows& rows, Prepare&& prepare_row) {
 #if FASTGEN_ROUTED
     const int64_t num_rows = call.first_rows[call.num_groups];
     const auto row = [&](int64_t i) { return x + call.order[i] / call.choices_per_row * x_stride; };
@@ -145,12 +144,7 @@ static void multiply_prepared_by_tiles(const Call& call, const float* x, int64_t
     const int64_t num_rows = call.num_rows * call.num_groups;
     const auto row = [&](int64_t i) { return x + i % call.num_rows * x_stride + i / call.num_rows * x_group_stride; };
 #endif
-    auto prepare = [&](int64_t i) { prepare_row(row(i), workspace + i * row_bytes); };
-    if (num_rows * call.K < 32768) {
-        for (int64_t i = 0; i < num_rows; ++i) prepare(i);
-    } else {
-        parallel_for(num_rows, prepare);
-    }
-    const TiledCall tiled(call, workspace, row_bytes);
+    rows.complete_by(num_rows, call.K, [&](int64_t i, uint8_t* to) { prepare_row(row(i), to); });
+    const TiledCall tiled(call, rows.first, rows.row_bytes);
     parallel_for(tiled.num_chunks(), [&](int64_t chunk) { tiled.run(chunk); });
 }
