@@ -30,11 +30,14 @@ from fastgen.compile.ops.experts.reference import Scoring
 from fastgen.compile.ops.latent.cpp import LatentKernel, latent_spec
 from fastgen.compile.ops.linear.cpp import LinearKernel, linear_spec
 from fastgen.compile.ops.next_decodes.cpp import NextDecodesKernel, next_decodes_spec
-from fastgen.compile.ops.qkv.cpp import QkvKernel
+from fastgen.compile.ops.norm.cpp import NormKernel
+from fastgen.compile.ops.norm.cpp import norm_spec as norm_of_rows
+from fastgen.compile.ops.norm.shape import NormShape
 from fastgen.compile.ops.sampling.cpp import RowSampling, SampledRow, SamplingKernel, sampling_spec
 from fastgen.compile.ops.softcap.cpp import SoftcapKernel, softcap_spec
 from fastgen.compile.spec import DTYPES, torch_dtype
 from fastgen.compile.weights.packed import TILED, PackedWeight, WeightFormat, formats_of
+from fastgen.compile.weights.prepared_rows import row_format
 from tests.compile import test_cpp_attention as attention
 from tests.compile import test_cpp_latent as latent
 from tests.compile import test_cpp_qkv as qkv
@@ -82,6 +85,25 @@ def run_routed(weight_format: WeightFormat, loader: KernelLoader) -> None:
         launcher.route(drawn(num_rows, in_features), sort[num_experts](choices.view(num_tokens, top_k)), packed)
 
 
+def run_prepared(weight_format: WeightFormat, loader: KernelLoader) -> None:
+    """Norms and activations that write rows for a linear layer, which reads them in place of its own."""
+    arch = loader.builder.arch
+    rows, linear = row_format(weight_format, arch), loader.load(linear_spec(weight_format, arch))
+    assert rows is not None
+    for size in (1, 33, 130):
+        norm = NormKernel(loader.load(norm_of_rows(NormShape("rms", size, "fp32", 1e-5, residual=True), rows)), rows)
+        spec = activation_spec("silu", arch, gated=True, rows=rows, num_features=size)
+        activation, launcher = ActivationKernel(loader.load(spec), rows), LinearKernel(linear, 1, 1)
+        packed = launcher.pack(33, size)
+        packed.write(0, drawn(33, size))
+        for num_rows in (1, 5, 17):
+            x = (4 * drawn(num_rows, size)).round()  # the sum of squares is exact, in any order
+            normed = norm.empty_out(x)
+            norm(x, drawn(size), None, normed, x.clone())
+            for prepared in (normed, activation(drawn(num_rows, 2 * size))):
+                launcher(prepared, packed, torch.empty(num_rows, 33))
+
+
 def run_attention(feature: str | None, loader: KernelLoader) -> None:
     shape = attention.with_features(*([feature] if feature else []))
     for seed, lengths in enumerate(([(1, 1)], [(0, 0), (1, 37)], [(1, 1300), (1, 16), (0, 0)], [(70, 700), (3, 3)])):
@@ -90,7 +112,7 @@ def run_attention(feature: str | None, loader: KernelLoader) -> None:
 
 def run_qkv(which: int, loader: KernelLoader) -> None:
     shape = qkv.SHAPES[which]
-    kernel = QkvKernel(loader.load(shape.spec(loader.builder.arch)))
+    kernel = qkv.load(loader, shape)
     for num_tokens in (0, 1, 2, 23):
         qkv.Case(shape, num_tokens, seed=num_tokens).run(kernel)
 
@@ -200,6 +222,7 @@ RUNS: dict[str, Run] = {
     "next decodes": run_next_decodes,
     **{f"linear {each}": partial(run_linear, each) for each in FORMATS},
     **{f"routed {each}": partial(run_routed, each) for each in FORMATS},
+    **{f"prepared {each}": partial(run_prepared, each) for each in TILED},
     **{f"tables {each}": partial(run_tables, each) for each in FORMATS},
     **{f"attention {each or 'plain'}": partial(run_attention, each) for each in (None, *attention.FEATURES)},
     **{f"qkv {which}": partial(run_qkv, which) for which in sorted(qkv.FAST)},
@@ -212,9 +235,10 @@ def names_of(arch: str) -> list[str]:
     of its own arithmetic: all others are the same code as on the next one.
     """
     if arch in EMULATED:
-        return ["attention bf16", *(f"{name} {each}" for name in ("linear", "routed") for each in TILED)]
+        of_weights = [f"{name} {each}" for name in ("linear", "routed", "prepared") for each in TILED]
+        return ["attention bf16", "attention bf16 in large blocks", *of_weights]
     beyond = set(FORMATS) - set(formats_of(arch))
-    return [name for name in RUNS if name.split()[-1] not in beyond]
+    return [name for name in RUNS if name.split()[-1] not in beyond and name != "prepared bf16"]
 
 
 def run(name: str, loader: KernelLoader) -> None:

@@ -8,7 +8,7 @@ constexpr float INFINITE = __builtin_inff();
 INLINE f32v select(i32v which, f32v yes, f32v no) { return which ? yes : no; }
 INLINE f32v larger(f32v a, f32v b) {  // b where one is NaN
 #if FASTGEN_LANES == 16
-    return _mm512_max_ps(a, b);
+    return _mm512_maskz_max_ps(0xffff, a, b);
 #elif FASTGEN_LANES == 8
     return _mm256_max_ps(a, b);
 #else

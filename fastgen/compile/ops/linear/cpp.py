@@ -136,7 +136,8 @@ class LinearKernel:
         if x.shape != (len(x), row_bytes) or not x.is_contiguous() or room < least or weight.num_groups > 1:
             raise ValueError(f"prepared rows {tuple(x.shape)} in {room} bytes: expected rows of {row_bytes} in {least}")
         self._check(weight, out, (len(x),))
-        given: dict[str, Tensor | int] = {"workspace": x, "is_prepared": 1, "num_rows": len(x), "y_group_stride": 0}
+        given: dict[str, Tensor | int] = {"is_prepared": 1, "num_rows": len(x), "y_group_stride": 0}
+        given["workspace"] = x.as_strided((least,), (1,))  # with the rows behind that a tile reads
         given |= {"x": weight.bias, "x_stride": 0, "x_group_stride": 0}  # not read
         return self._in_order(weight, out, **given)
 
