@@ -34,7 +34,8 @@ async def watch(channel: Any) -> Any:
 
 async def reflect(channel: Any) -> Any:
     call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
-    with suppress(grpc.aio.AioRpcError):  # where it was refused before the question was sent, reading says why
+    # Where it was refused before the question was sent, reading says why.
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
     return call, await call.read()
 
