@@ -116,7 +116,8 @@ def test_rows_share_no_cache_sets_and_tiles_have_room(weight_format: WeightForma
 
 
 def test_the_bytes_of_rows_are_those_of_their_numbers() -> None:
-    """Of 4096 features: two bytes each, three times two, one and a start and a scale, and these for each 32."""
+    """In bf16 a row has two bytes for each feature, or six if it is cut in three. In int8 it has a byte for each and 8
+    for the row, in int4 a byte for each and 8 for each group of 32."""
     found = {
         (weight, arch): RowFormat(weight, arch).row_bytes(4096)
         for weight, arch in (("bf16_dot", "avx512bf16"), ("bf16", "amx"), ("int8", "avx2"), ("int4", "portable"))

@@ -84,7 +84,8 @@ class Backend(ABC):
         device: torch.device,
     ) -> tuple[Tensor, Tensor]:
         """Returns room for keys ``[B, P, K, D]`` and values ``[B, P, K, D]``, laid out in memory as attention reads
-        them. With a ``latent_dim`` values are the first features of the keys."""
+        them. A backend may order the numbers inside a block in its own way. With a ``latent_dim`` values are the first
+        features of the keys."""
         k = torch.empty(num_blocks, block_size, num_heads, head_dim, dtype=dtype, device=device)
         return k, torch.empty_like(k) if latent_dim is None else k[..., :latent_dim]
 

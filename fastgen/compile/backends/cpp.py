@@ -130,7 +130,7 @@ class CppBackend(Backend):
         dtype: torch.dtype,
         device: torch.device,
     ) -> tuple[Tensor, Tensor]:
-        """Returns room for keys and values that lie feature by feature, in huge pages."""
+        """Returns room for keys and values, in huge pages, with the layout of :func:`empty_cache`."""
         return empty_cache(num_blocks, block_size, num_heads, head_dim, latent_dim, dtype=dtype, device=device)
 
     def row_sampling(self, vocab_size: int, *, max_rows: int, device: torch.device = _CPU) -> SamplingKernel:

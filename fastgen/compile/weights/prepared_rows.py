@@ -16,7 +16,7 @@ from fastgen.compile.weights.formats import GROUP
 from fastgen.compile.weights.packed import ARCHES_WITH_TILES, TILED, WeightFormat, padded_features
 
 _LINE = 64  # bytes
-TILE_ROWS = 16  # that a matrix unit reads at once
+_TILE_ROWS = 16  # that a matrix unit reads at once
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RowFormat:
 
     def size_bytes(self, num_rows: int, in_features: int) -> int:
         """Returns the bytes of rows. A matrix unit reads complete tiles, so rows behind the last one have room too."""
-        return (num_rows + (TILE_ROWS - 1 if self.tiles else 0)) * self.row_bytes(in_features)
+        return (num_rows + (_TILE_ROWS - 1 if self.tiles else 0)) * self.row_bytes(in_features)
 
     def empty(self, num_rows: int, in_features: int, device: torch.device) -> Tensor:
         """Returns room for rows: ``[num_rows, row_bytes]`` u8, behind which a tile may be read."""
