@@ -1,7 +1,8 @@
-"""Writes docs/status.md, and the README's row on speed: ``python -m tools.status``.
+"""Writes docs/status.md, and the README's rows on what was measured: ``python -m tools.status``.
 
-The words are in ``tools/status.md.j2``. Every measured figure in them is an expression over the files in
-``benchmarks/results``, so that a new measurement changes the page and nobody copies numbers by hand.
+The words are in ``tools/status.md.j2`` and ``tools/readme_rows.md.j2``. A figure of a file in ``benchmarks/results`` is
+an expression over it where it may be measured again, so that a new measurement changes the page. One that no file has
+is marked as not recorded.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 import jinja2
 
 from benchmarks import replicas, serving
-from benchmarks.cpu.comparison import FORMATS, against_best, looks_below, models_of
+from benchmarks.cpu.comparison import FORMATS, against_best, looks_below, models_of, weight_bytes
+from benchmarks.cpu.engines.protocol import ADAPTERS
 from benchmarks.cpu.evidence import LEAST_STEADY, Figure, Lack
 from benchmarks.cpu.report import machine
 from benchmarks.cpu.targets import TARGETS
@@ -27,6 +29,8 @@ PAGE = ROOT / "docs" / "status.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 _MEASURED = ("turns", "samples", "steps")  # of a model, in a file of whole models
+# Errors of simulations that are wanted at most.
+_MOST_ERROR = {"mean_tpot_ms": 0.05, "mean_e2el_ms": 0.05, "p50_ttft_ms": 0.10, "p99_ttft_ms": 0.15}
 _WORKLOADS = {
     "W1": "one stream",
     "W2": "prompt of 2048",
@@ -35,8 +39,8 @@ _WORKLOADS = {
 }
 
 
-def render(results: Path = RESULTS) -> str:
-    """Returns the page made of the newest results of each kind.
+def render(results: Path = RESULTS, template: str = "status.md.j2") -> str:
+    """Returns a page made of the newest results of each kind.
 
     Raises:
         jinja2.UndefinedError: The words name a figure that the results do not have.
@@ -45,11 +49,15 @@ def render(results: Path = RESULTS) -> str:
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.filters |= {"range": spread, "median": statistics.median, "within_turns": within_turns}
-    template = environment.from_string((ROOT / "tools" / "status.md.j2").read_text())
-    return template.render(
+    environment.filters["keeps_goals"] = keeps_goals
+    return environment.from_string((ROOT / "tools" / template).read_text()).render(
         newest=lambda kind: newest(results, kind),
         speeds_of=newest_of_each_model(results),
+        named=lambda stem: json.loads((results / f"{stem}.json").read_text()),
         has=lambda kind: bool(files(results, kind)),
+        headline=headline,
+        more_bytes=more_bytes,
+        lost=lambda entry, side: value_of(serving.loss(entry, side)),
         losses=losses,
         speeds=speeds,
         misses=misses,
@@ -109,6 +117,27 @@ def within_turns(compared: Mapping[str, Any]) -> str:
     """Writes how far another tool's figure is from ours within a turn, with the interval of that."""
     low, high = compared["difference_interval"]
     return f"{100 * compared['difference']:+.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+
+
+def keeps_goals(accuracy: Mapping[str, Any]) -> bool:
+    """Returns whether a simulated load keeps every goal of accuracy that it has a figure for."""
+    error = accuracy["error"]
+    return all(error.get(figure, 0.0) <= most for figure, most in _MOST_ERROR.items())
+
+
+def more_bytes(model: str) -> list[float]:
+    """Returns how many percent more of int4 weights each other engine reads for a token than fastgen does."""
+    ours = weight_bytes(model, "fastgen", "int4")
+    assert ours is not None
+    sizes = [size for engine in ADAPTERS if engine != "fastgen" and (size := weight_bytes(model, engine, "int4"))]
+    return [100 * (size / ours - 1) for size in sizes]
+
+
+def value_of(found: Figure | Lack) -> float:
+    """Returns the figure's value. Raises ``ValueError`` where there is none."""
+    if isinstance(found, Lack):
+        raise ValueError(f"no figure: {found.reason}")
+    return found.value
 
 
 def losses(http: Sequence[float], library: Sequence[float]) -> list[float]:
@@ -180,31 +209,34 @@ def headline(measured: Sequence[dict[str, Any]]) -> str:
     figures = [(*where, each, here) for *where, each, here in cells if isinstance(each, Figure)]
     num_open = sum(len(doubts(data)) for data in measured)
     if not figures:
-        doubt = f"; {num_open} of the required speeds look missed, with too few turns" if num_open else ""
+        few = f"; {num_open} of the required speeds look missed, and have too few turns for a figure"
+        doubt = few if num_open else ""
         here = cells[0][-1]
         return f"no comparison with OpenVINO, llama.cpp, vLLM has {LEAST_STEADY} steady turns yet, {here}{doubt}"
-    doubt = f"; {num_open} more look missed, with too few turns" if num_open else ""
+    doubt = f"; {num_open} more look missed, and have too few turns for a figure" if num_open else ""
     model, weight_format, name, least, here = min(figures, key=lambda each: each[3].value)
     missed = [each for data in measured for each in misses(data) if "over the best engine" in each]
     return (
         f"at least {least.value:.2f} times the best other engine run beside it, {here}, in the {len(figures)}"
-        f" of {len(cells)} comparisons with enough steady turns (least: {model}, {weight_format}, {name},"
-        f" {least.engine})."
-        f" Of the required speeds, {len(missed)} are missed{doubt}"
+        f" of {len(cells)} comparisons with enough steady turns (least: {model}, {weight_format},"
+        f" {_WORKLOADS[name]}, {least.engine})."
+        f" Of the speeds required beside other engines, {len(missed)} are missed{doubt}"
     )
 
 
-def row_of_readme(text: str, words: str) -> str:
-    """Returns the README with other words on speed. Raises ``ValueError`` if it has no such row."""
-    changed, count = re.subn(r"^(\| CPU speed \|) .* \|$", lambda found: f"{found[1]} {words} |", text, flags=re.M)
-    if count != 1:
-        raise ValueError(f"README.md has {count} rows '| CPU speed |', not 1")
-    return changed
+def with_rows(text: str, rows: str) -> str:
+    """Returns the README with these rows in place of those that begin alike. Raises ``ValueError`` if it lacks one."""
+    for row in rows.splitlines():
+        begin = row[: row.index("|", 1) + 1]
+        text, count = re.subn(f"^{re.escape(begin)} .* \\|$", lambda found, row=row: row, text, flags=re.M)  # type: ignore[misc]
+        if count != 1:
+            raise ValueError(f"README.md has {count} rows {begin!r}, not 1")
+    return text
 
 
 def main() -> None:
     PAGE.write_text(render())
-    README.write_text(row_of_readme(README.read_text(), headline(newest_of_each_model(RESULTS))))
+    README.write_text(with_rows(README.read_text(), render(template="readme_rows.md.j2")))
 
 
 if __name__ == "__main__":

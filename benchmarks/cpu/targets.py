@@ -182,6 +182,7 @@ TARGETS = (
         eight_over_one,
         _by_format(6, 5, 6, 4.5),
         _by_format(7, 6.3, 7, 5.5),
+        possible=(0.0, 8.0),
     ),
     Target(
         "sixteen streams (W4), over the best engine",

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 _ONE_DEVICE: Final = (
-    "A model runs whole on the device that --device chooses, or --tensor-parallel shares each layer over CPUs."
+    "A model runs whole on the device that --device chooses, or --tensor-parallel shares each layer over several."
 )
 _NO_ADAPTERS: Final = "fastgen runs no adapters: merge them into the model's weights, and serve those."
 
@@ -17,7 +17,7 @@ _FLAGS: Final[Mapping[tuple[str, ...], str]] = {
         "--gpu-memory-utilization",
         "--cuda-memory-fraction",
     ): "--kv-cache-memory 4GiB sets the memory of the KV cache; by default the engine takes nine tenths of a GPU.",
-    ("--tensor-parallel-size", "-tp", "--num-shard"): "Use --tensor-parallel. So far it shares a model over CPUs only.",
+    ("--tensor-parallel-size", "-tp", "--num-shard"): "Use --tensor-parallel.",
     ("--data-parallel-size", "-dp"): "Use --replicas.",
     ("--pipeline-parallel-size", "-pp", "--sharded", "--tensor-split", "--split-mode"): _ONE_DEVICE,
     ("--gpu-layers", "--n-gpu-layers", "-ngl", "--main-gpu"): _ONE_DEVICE,

@@ -190,12 +190,17 @@ def test_cases_taken_at_different_speeds_of_the_memory_are_not_compared(data: di
 
 
 @pytest.mark.parametrize(
-    ("case", "seconds", "what"), [(0, 0.002, "bytes a second over read bandwidth"), (2, 0.004, "with 4,000 tokens")]
+    ("case", "seconds", "what"),
+    [
+        (0, 0.002, "bytes a second over read bandwidth"),
+        (1, 0.004, "8 requests: tokens a second"),
+        (2, 0.004, "with 4,000 tokens"),
+    ],
 )
 def test_a_figure_that_is_not_possible_reaches_no_goal(
     data: dict[str, Any], case: int, seconds: float, what: str
 ) -> None:
-    """100 MB in 2 ms are two and a half times what the memory gives; and longer contexts cost time."""
+    """100 MB in 2 ms are two and a half times what the memory gives; more requests and longer contexts cost time."""
     data["steps"][0]["cases"][case]["pairs"] = [step(seconds)] * 6
     (target,) = [each for each in targets.TARGETS if what in each.what]
     found = target.result(data, MODEL, "int8")

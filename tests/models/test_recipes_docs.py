@@ -62,6 +62,10 @@ def test_the_piece_for_old_and_new_files(directory: Path) -> None:
     assert rotary is not None
     assert rotary.scaling is not None
     assert (rotary.theta, rotary.scaling.kind, rotary.scaling.original_max_positions) == (5e5, "yarn", 4096)
+    both = CONFIG | {"rope_scaling": scaling, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    rotary = next(with_piece(directory, 0, both).attentions()).rotary
+    assert rotary is not None
+    assert rotary.theta == 5e5, "of two, transformers reads rope_scaling alone"
 
 
 def test_the_piece_that_some_have(directory: Path) -> None:
