@@ -94,7 +94,7 @@ class ConnectionLimits:
     write_timeout_s: Annotated[
         float,
         Option(
-            "Seconds for a client to take any of the bytes that wait for it.",
+            "Seconds for a client to take 64 KiB of what waits for it, or all.",
             "After that the connection is closed.",
             check=ABOVE_0,
             flag="--write-timeout",

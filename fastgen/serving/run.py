@@ -165,7 +165,7 @@ async def stop_all(
     if not await endings.second_or(asyncio.wait({serving})):
         http.force_exit = True
         for connection in list(http.server_state.connections):
-            connection.transport.abort()
+            connection.abort()  # type: ignore[union-attr]
     await serving
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import re
 import socket
@@ -16,6 +17,7 @@ from uvicorn.server import ServerState
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.api_keys import ApiKeys
+from fastgen.serving.http.accept import Acceptor
 from fastgen.serving.http.connection import LimitedConnection
 from fastgen.serving.http.server import HttpServer, listen
 from fastgen.serving.http.streaming import unless_gone
@@ -106,6 +108,20 @@ def test_what_connections_refuse_is_counted_by_why() -> None:
         assert dict(counted) == {"not_http": "1.0", "head_size": "1.0", "head_time": "1.0", "connections": "1.0"}
 
     check(test, header_timeout_s=0.2, max_connections=2)
+
+
+def test_a_head_may_have_so_many_fields() -> None:
+    async def test(server: Served) -> None:
+        for number, expected in ((254, 200), (255, 413)):  # beside host and content-length
+            fields = [f"x-{index}: a" for index in range(number)]
+            status, _, body = await server.ask(post("/echo", b"x", *fields))
+            assert status == expected
+        assert "256 fields" in error_of(body)
+        client = await server.connect()
+        client.writer.write(b"GET /echo HTTP/1.1\r\n" + b"x: a\r\n" * 258)  # and does not end
+        assert (await client.response())[0] == 413
+
+    check(test)
 
 
 def test_a_head_that_comes_at_once_may_be_as_long_as_one_that_comes_slowly() -> None:
@@ -276,6 +292,10 @@ def test_a_client_that_takes_nothing_of_a_whole_answer_is_cut_too() -> None:
 
 class FakeTransport(asyncio.Transport):
     is_aborted = False
+    num_waiting = 1 << 20
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_waiting
 
     def is_closing(self) -> bool:
         return self.is_aborted
@@ -293,22 +313,31 @@ def test_a_client_that_reads_slowly_but_reads_is_not_cut(monkeypatch: pytest.Mon
         config = uvicorn.Config(Application(), lifespan="off", log_config=None)
         limits = ConnectionLimits(write_timeout_s=10)
         connection = LimitedConnection(limits, ServerMetrics(lambda: True).refused, config, ServerState(), {})
-        connection.connection_made(FakeTransport())
+        transport = FakeTransport()
+        connection.connection_made(transport)
         connection.data_received(post("/never", b""))
-        for _ in range(5):  # stuck for nine seconds again and again
+        try:
+            for _ in range(5):  # stuck for nine seconds again and again
+                connection.pause_writing()
+                now_s += 9
+                connection.close_if_slow(now_s)
+                connection.resume_writing()
+            assert not transport.is_aborted
             connection.pause_writing()
-            now_s += 9
-            connection.close_if_slow(now_s)
-            connection.resume_writing()
-        assert not connection.transport.is_closing()
-        connection.pause_writing()
-        connection.close_if_slow(now_s + 9)
-        assert not connection.transport.is_closing()
-        connection.close_if_slow(now_s + 11)
-        assert connection.transport.is_closing()
-        for task in connection.tasks:
-            task.cancel()
-        await asyncio.wait(connection.tasks)
+            for _ in range(5):  # takes some of a large answer
+                now_s += 9
+                transport.num_waiting -= 64 << 10
+                connection.close_if_slow(now_s)
+            assert not transport.is_aborted
+            transport.num_waiting -= (64 << 10) - 1
+            connection.close_if_slow(now_s + 9)
+            assert not transport.is_aborted
+            connection.close_if_slow(now_s + 11)
+            assert transport.is_aborted
+        finally:
+            for task in connection.tasks:
+                task.cancel()
+            await asyncio.wait(connection.tasks)
 
     on_uvloop(run())
 
@@ -339,6 +368,65 @@ def test_a_client_that_closes_its_side_is_told_that_this_ends_its_request() -> N
         await server.until_closed()
 
     check(test)
+
+
+def test_who_connects_behind_many_others_does_not_wait_for_each() -> None:
+    async def test(server: Served) -> None:
+        others = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(300)]
+        num_turns = 0
+
+        async def count_turns() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count_turns())
+        assert (await server.ask(post("/echo", b"")))[0] == 200
+        counting.cancel()
+        for other in others:
+            other.close()
+        assert num_turns < 100
+
+    check(test)
+
+
+def test_a_server_without_room_for_connections_accepts_them_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("fastgen.serving.http.accept._PAUSE_S", 0.05)
+
+    class Full(socket.socket):
+        num_refused = 0
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if self.num_refused < 2:
+                self.num_refused += 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    async def run() -> None:
+        connected = asyncio.Event()
+
+        class Protocol(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                connected.set()
+                transport.close()
+
+        with Full() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            acceptor = Acceptor(listener, Protocol)
+            with socket.create_connection(listener.getsockname()):
+                async with asyncio.timeout(WAIT_S):
+                    await connected.wait()
+            acceptor.close()
+            await acceptor.wait_closed()
+
+    on_uvloop(run())
+    assert [record.getMessage() for record in caplog.records] == [
+        "no connection is accepted for 0.05 s: Too many open files"
+    ] * 2
 
 
 def test_connections_beyond_the_limit_get_an_error_and_have_room_later() -> None:

@@ -162,7 +162,7 @@ def test_the_second_signal_does_not_wait_for_what_is_being_stopped(stuck: str) -
     async def run() -> list[tuple[str, float]]:
         calls: list[tuple[str, float]] = []
         waits, endings, is_aborted = asyncio.Event(), Endings(), asyncio.Event()
-        connection = SimpleNamespace(transport=SimpleNamespace(abort=is_aborted.set))
+        connection = SimpleNamespace(abort=is_aborted.set)
         http: Any = SimpleNamespace(
             should_exit=False, server_state=SimpleNamespace(connections={0: connection}.values())
         )
@@ -257,7 +257,7 @@ def test_the_command_to_try_is_whole() -> None:
 def test_connections_that_are_left_at_the_second_signal_are_cut_and_none_is_waited_for() -> None:
     async def run() -> None:
         endings, aborted = Endings(), list[str]()
-        connections = [SimpleNamespace(transport=SimpleNamespace(abort=lambda: aborted.append("cut")))]
+        connections = [SimpleNamespace(abort=lambda: aborted.append("cut"))]
         http: Any = SimpleNamespace(
             should_exit=False, force_exit=False, server_state=SimpleNamespace(connections=connections)
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.serving.http.tls import tls_context
+from fastgen.serving.http.tls import TlsHandshake, tls_context
 from fastgen.serving.options import ConnectionLimits, ServeOptions
 from tests.serving.attacks.connections import idle_connections
 from tests.serving.attacks.harness import Target
@@ -160,3 +160,17 @@ def test_a_server_that_ends_waits_for_no_handshake() -> None:
 def test_a_key_that_cannot_be_used_is_refused_and_no_passphrase_is_asked_for(key: str) -> None:
     with pytest.raises(InvalidArgumentError, match="without a passphrase"):
         tls_context(CERTIFICATE, CERTIFICATE.with_name(key))
+
+
+def test_a_handshake_that_is_open_when_the_server_ends_is_cut() -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        while not server.http.server_state.connections:
+            await asyncio.sleep(0.01)
+        (connection,) = server.http.server_state.connections
+        assert isinstance(connection, TlsHandshake)
+        connection.abort()
+        assert await client.reader.read() == b""
+        await server.until_closed()
+
+    check(test, options())

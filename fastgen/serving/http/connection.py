@@ -20,11 +20,15 @@ from fastgen.serving.http.streaming import Gone
 from fastgen.serving.options import ConnectionLimits
 from fastgen.serving.refusals import BadRequestError, OverloadedError, Refusal, RequestTimeoutError, TooLargeError
 
-# Most bytes in the head of a request, and in what follows a body.
+# Most bytes in the head of a request, and in what follows a body, and most fields in a head.
 _MAX_HEAD_BYTES = 64 << 10
-# Most requests of one connection that wait for the answer before theirs, and most bytes in their heads.
-_MAX_PIPELINED = 256
-_MAX_PIPELINED_BYTES = 256 << 10
+_MAX_HEAD_FIELDS = 256
+# Most requests of one connection that wait for the answer before theirs, and most bytes and fields in their heads.
+_MAX_PIPELINED = 64
+_MAX_PIPELINED_BYTES = 64 << 10
+_MAX_PIPELINED_FIELDS = 1024
+# A client that takes so many bytes of what waits for it is not too slow.
+_LEAST_TAKEN_BYTES = 64 << 10
 
 
 class LimitedConnection(HttpToolsProtocol):
@@ -54,11 +58,14 @@ class LimitedConnection(HttpToolsProtocol):
         # some that did.
         self._has_progressed = False
         self._num_idle_bytes = 0
-        # Bytes in the heads of requests that wait for the answer before theirs, and whether such requests are too many.
-        self._num_pipelined_bytes = 0
+        # Bytes and fields in the heads of requests that wait for the answer before theirs, and whether such requests
+        # are too many.
+        self._num_pipelined_bytes = self._num_pipelined_fields = 0
         self._is_full = False
-        # The time since which the client reads too slowly, or a closing connection still has output.
+        # The time since which the client reads too slowly, or a closing connection still has output, and how many bytes
+        # waited for the client then.
         self._stuck_since_s: float | None = None
+        self._num_waiting_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -123,8 +130,12 @@ class LimitedConnection(HttpToolsProtocol):
         """Takes a field of the head. Fields after the body are dropped: they are no fields of the head (RFC 9110,
         section 6.5.1), and the head may have been acted on already.
         """
-        if self._head_since_s is not None:
-            super().on_header(name, value)
+        if self._head_since_s is None:
+            return
+        if len(self.headers) == _MAX_HEAD_FIELDS:
+            self._refuse(TooLargeError(f"the head of a request may have {_MAX_HEAD_FIELDS} fields"), "head_size")
+            raise httptools.HttpParserCallbackError  # ends the parsing
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self._offers_another_protocol:
@@ -133,8 +144,16 @@ class LimitedConnection(HttpToolsProtocol):
         if num_bytes > _MAX_HEAD_BYTES:
             self._refuse(_head_too_large(), "head_size")
             raise httptools.HttpParserCallbackError  # ends the parsing
-        self._num_pipelined_bytes = self._num_pipelined_bytes + num_bytes if self.pipeline else 0
-        if len(self.pipeline) == _MAX_PIPELINED or self._num_pipelined_bytes > _MAX_PIPELINED_BYTES:
+        if not self.pipeline:
+            self._num_pipelined_bytes = self._num_pipelined_fields = 0
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._num_pipelined_bytes += num_bytes
+            self._num_pipelined_fields += len(self.headers)
+        if (
+            len(self.pipeline) == _MAX_PIPELINED
+            or self._num_pipelined_bytes > _MAX_PIPELINED_BYTES
+            or self._num_pipelined_fields > _MAX_PIPELINED_FIELDS
+        ):
             self._close_after_answers()
             raise httptools.HttpParserCallbackError
         num_hosts = sum(name == b"host" for name, _ in self.headers)
@@ -154,6 +173,8 @@ class LimitedConnection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._has_progressed = True
         super().on_body(body)
+        if _waits_for_much(self.pipeline):
+            self.flow.pause_reading()
 
     def on_message_complete(self) -> None:
         if not self._offers_another_protocol:
@@ -173,7 +194,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stuck_since_s = time.monotonic()
+        self._stuck_since_s, self._num_waiting_bytes = time.monotonic(), self.transport.get_write_buffer_size()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -181,9 +202,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def close_if_slow(self, now_s: float) -> None:
         """Closes the connection if its client takes more time than allowed."""
-        if self.transport.is_closing() and self._stuck_since_s is None:
-            self._stuck_since_s = now_s
-        if self._stuck_since_s is not None and now_s - self._stuck_since_s > self._limits.write_timeout_s:
+        if self._is_slow(now_s):
             self.transport.abort()
         elif self._head_since_s is not None and now_s - self._head_since_s > self._limits.header_timeout_s:
             self._head_since_s = None
@@ -191,6 +210,21 @@ class LimitedConnection(HttpToolsProtocol):
                 self._refuse(RequestTimeoutError("the head of the request did not come in time"), "head_time")
             else:
                 self.transport.close()
+
+    def _is_slow(self, now_s: float) -> bool:
+        """Returns whether the client takes too little of what waits for it."""
+        if self._stuck_since_s is None:
+            if not self.transport.is_closing():
+                return False
+            self._stuck_since_s, self._num_waiting_bytes = now_s, self.transport.get_write_buffer_size()
+        num_waiting = self.transport.get_write_buffer_size()
+        if self._num_waiting_bytes - num_waiting >= _LEAST_TAKEN_BYTES:
+            self._stuck_since_s, self._num_waiting_bytes = now_s, num_waiting
+        return now_s - self._stuck_since_s > self._limits.write_timeout_s
+
+    def abort(self) -> None:
+        """Closes the connection at once."""
+        self.transport.abort()
 
     def leave(self) -> None:
         """Ends the connection with its present answer, or at once if it is idle after an answer. One on which a request
@@ -236,15 +270,23 @@ class LimitedConnection(HttpToolsProtocol):
         self.transport.close()
 
 
-class _Flow(FlowControl):
-    """Reads the body of a request that waits for the answer before its own up to a limit only."""
+_Pipeline = Sequence[tuple[RequestResponseCycle, object]]
 
-    def __init__(self, transport: asyncio.Transport, pipeline: Sequence[tuple[RequestResponseCycle, object]]):
+
+def _waits_for_much(pipeline: _Pipeline) -> bool:
+    """Returns whether requests that wait for the answer before their own have large bodies, all together."""
+    return sum(len(cycle.body) for cycle, _ in pipeline) > HIGH_WATER_LIMIT
+
+
+class _Flow(FlowControl):
+    """Reads the bodies of requests that wait for the answer before their own up to a limit only."""
+
+    def __init__(self, transport: asyncio.Transport, pipeline: _Pipeline):
         super().__init__(transport)
-        self._pipeline = pipeline  # the request that came last is the first
+        self._pipeline = pipeline
 
     def resume_reading(self) -> None:
-        if not self._pipeline or len(self._pipeline[0][0].body) <= HIGH_WATER_LIMIT:
+        if not _waits_for_much(self._pipeline):
             super().resume_reading()
 
 

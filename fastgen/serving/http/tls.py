@@ -60,11 +60,16 @@ class TlsHandshake(asyncio.Protocol):
         else:
             self._connections.add(self)
             self._work = asyncio.create_task(self._shake_hands(client))
+            self._work.add_done_callback(partial(self._end, client))
 
     def shutdown(self) -> None:
         """Closes the connection, because the server ends."""
         assert self._work is not None
         self._work.cancel()
+
+    def abort(self) -> None:
+        """Closes the connection at once."""
+        self.shutdown()
 
     async def _shake_hands(self, client: socket.socket) -> None:
         try:
@@ -78,8 +83,11 @@ class TlsHandshake(asyncio.Protocol):
             self._on_refused("head_time")
         except OSError:  # this is not TLS, or the client has left
             pass
-        finally:
-            self._connections.discard(self)
+
+    def _end(self, client: socket.socket, work: asyncio.Task[None]) -> None:
+        self._connections.discard(self)
+        if work.cancelled():  # perhaps before it began
+            client.close()
 
     def _begin_http(self, transport: asyncio.Transport) -> None:
         self._connections.discard(self)
