@@ -25,6 +25,7 @@ Refusal = Literal[
     "prompt_tokens",
     "queued_formats",
     "queued_requests",
+    "queued_texts",
     "queued_tokens",
     "ttft_slo",
     "unavailable",

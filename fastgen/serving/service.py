@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -17,7 +18,13 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.runtime.text.tokenizer_checks import has_unknown_patterns
 from fastgen.runtime.text.tokenizer_loading import import_generic_tokenizer
-from fastgen.serving.admission.request_limits import MANY_LOGPROBS, check_limits, check_num_logprobs, num_logprobs
+from fastgen.serving.admission.request_limits import (
+    MANY_LOGPROBS,
+    MANY_VALUES,
+    check_limits,
+    check_num_logprobs,
+    num_logprobs,
+)
 from fastgen.serving.answers import USUAL_TEXT, Answers, TextRules, Update
 from fastgen.serving.engine.client import EngineClient
 from fastgen.serving.engine.engine import ServedEngine
@@ -123,10 +130,12 @@ class Service:
             self._templates = TemplateRenderer(codec.tokenizer)
             await asyncio.to_thread(self._templates.processes.start)
             codec.render_chat = self._templates.render
+            self._templates.render.queue.on_full = partial(self.metrics.refused, "queued_texts")
         if has_unknown_patterns(codec.tokenizer):
             self._encoder = TextEncoder(codec.tokenizer)
             await asyncio.to_thread(self._encoder.processes.start)
             codec.encode_plain, codec.waits_to_encode = self._encoder.encode, True
+            self._encoder.encode.queue.on_full = partial(self.metrics.refused, "queued_texts")
         codec.max_tokens = facts.max_model_len
         if hasattr(codec.tokenizer, "backend_tokenizer"):  # only formats need it; the engine reports the error
             self._formats = TrialQueue(FormatTrials(codec.tokenizer, facts.vocab_size))
@@ -152,16 +161,15 @@ class Service:
         admitted = None
         try:
             self._check_taking()
-            check_limits(sampling)
-            check_num_logprobs(len(prompt_ids), sampling)
+            self._check_request(prompt_ids, sampling)
             if reason := await self._format_refusal(sampling):
                 raise BadRequestError(reason)
             self._check_taking()
             answers = Answers(prompt_ids, sampling, self.codec, rules)
             admitted = self._watch.admission.admit(len(prompt_ids), sampling)
-            is_large = num_logprobs(len(prompt_ids), sampling) > MANY_LOGPROBS
+            comes_in_pieces = is_stream or num_logprobs(len(prompt_ids), sampling) > MANY_LOGPROBS
             request = self.engine.submit(
-                prompt_ids, sampling, is_stream=is_stream or is_large, arrived_s=arrived_s, session=session
+                prompt_ids, sampling, is_stream=comes_in_pieces, arrived_s=arrived_s, session=session
             )
         except Exception as error:
             if isinstance(error, UnavailableError):
@@ -172,12 +180,24 @@ class Service:
         if request_id is not None:
             self.recent.add(request_id, request.number)
         self._watch.submitted(request, admitted)
-        return Running(self, request, answers, is_large=is_large)
+        return Running(self, request, answers)
 
     def _check_taking(self) -> None:
         if self._is_draining:
             raise UnavailableError("the server is ending and takes no more requests", retry_after_s=5.0)
         self.engine.check_ready()
+
+    def _check_request(self, prompt_ids: list[int], sampling: SamplingParams) -> None:
+        """Raises ``BadRequestError`` if a request is beyond a limit that is known without the engine."""
+        number, facts = len(prompt_ids), self.engine.facts
+        if facts is not None and number >= facts.max_model_len:
+            raise BadRequestError(
+                f"the prompt has {number} tokens, max_model_len is {facts.max_model_len}; shorten the prompt",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        check_limits(sampling)
+        check_num_logprobs(number, sampling)
 
     async def _format_refusal(self, sampling: SamplingParams) -> str | None:
         """Returns why the required answer format cannot be compiled, or not fast enough; ``None`` if it can."""
@@ -194,8 +214,7 @@ class Service:
 
         Raises ``RefusedError``, as :meth:`submit` does, if the engine need not be asked.
         """
-        check_limits(sampling)
-        check_num_logprobs(len(prompt_ids), sampling)
+        self._check_request(prompt_ids, sampling)
         if reason := await self._format_refusal(sampling):
             return reason
         return await self.engine.refusal(prompt_ids, sampling)
@@ -242,10 +261,10 @@ class Running:
     is left.
     """
 
-    def __init__(self, service: Service, request: EngineRequest, answers: Answers, *, is_large: bool = False):
+    def __init__(self, service: Service, request: EngineRequest, answers: Answers):
         self._service, self._request, self._answers = service, request, answers
-        # Whether the answer may be so large that it must not be encoded in one piece.
-        self.is_large = is_large
+        # How many tokens and log-probabilities have come.
+        self.size = 0
 
     async def __aenter__(self) -> Self:
         return self
@@ -273,6 +292,9 @@ class Running:
         return self._answers.output(self._request.number)
 
     def _add(self, progress: Progress) -> Update:
+        self.size += len(progress.token_ids)
+        for logprobs in (progress.logprobs, progress.prompt_logprobs):
+            self.size += sum(map(len, filter(None, logprobs or ())))
         update = self._answers.add(progress)
         if self._answers.finished:
             self._service.engine.finish(self._request)
@@ -282,6 +304,11 @@ class Running:
     def finished(self) -> bool:
         """Returns whether the whole answer has been received."""
         return self._answers.finished
+
+    @property
+    def is_large(self) -> bool:
+        """Returns whether so much has come that it must not be encoded in one piece."""
+        return self.size > MANY_VALUES
 
     def cancel(self) -> None:
         """Ends the request if it runs; its blocks are free before the next step."""

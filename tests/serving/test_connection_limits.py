@@ -27,6 +27,10 @@ class Transport(asyncio.Transport):
         super().__init__()
         self.written = b""
         self.is_closed = self.is_aborted = False
+        self.num_waiting = 1 << 20
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_waiting
 
     def is_closing(self) -> bool:
         return self.is_closed or self.is_aborted
@@ -109,10 +113,10 @@ def test_what_completes_nothing_may_have_64_kib(before: bytes) -> None:
     on_uvloop(run())
 
 
-def test_256_requests_may_wait_for_the_answer_before_theirs() -> None:
+def test_64_requests_may_wait_for_the_answer_before_theirs() -> None:
     async def run() -> None:
         async with connected() as connection:
-            connection.data_received(head(100) * 257)
+            connection.data_received(head(100) * 65)
             assert connection.refused == []
             connection.data_received(head(100))
             assert connection.refused == ["pipelined"]
@@ -122,15 +126,38 @@ def test_256_requests_may_wait_for_the_answer_before_theirs() -> None:
 
 
 @pytest.mark.parametrize("num_more", [0, 1])
-def test_the_heads_of_waiting_requests_may_have_256_kib(num_more: int) -> None:
-    """Those behind the first that waits."""
-
+def test_the_heads_of_waiting_requests_may_have_64_kib(num_more: int) -> None:
     async def run() -> None:
         async with connected() as connection:
-            for num_bytes in (100, 60_000, *[52_429] * 4, 52_428 + num_more):
+            for num_bytes in (60_000, *[16_384] * 3, 16_384 + num_more):
                 assert connection.refused == []
                 connection.data_received(head(num_bytes))
             assert connection.refused == ["pipelined"] * num_more
+
+    on_uvloop(run())
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_the_heads_of_waiting_requests_may_have_1024_fields(num_more: int) -> None:
+    async def run() -> None:
+        async with connected() as connection:
+            for num_fields in (256, *[205] * 4, 204 + num_more):
+                assert connection.refused == []
+                fields = b"x: \r\n" * (num_fields - 1)
+                connection.data_received(b"GET /never HTTP/1.1\r\nhost: localhost\r\n" + fields + b"\r\n")
+            assert connection.refused == ["pipelined"] * num_more
+
+    on_uvloop(run())
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_a_head_may_have_256_fields(num_more: int) -> None:
+    async def run() -> None:
+        async with connected() as connection:
+            fields = b"x: \r\n" * (255 + num_more)
+            connection.data_received(b"GET /never HTTP/1.1\r\nhost: localhost\r\n" + fields + b"\r\n")
+            assert connection.refused == ["head_size"] * num_more
+            assert len(connection.tasks) == 1 - num_more
 
     on_uvloop(run())
 
@@ -176,7 +203,12 @@ def test_a_client_has_the_time_to_take_its_answer_to_the_end(monkeypatch: pytest
             connection.pause_writing()
             connection.close_if_slow(NOW_S + 10)
             assert not connection.played.is_closing()
-            connection.close_if_slow(NOW_S + 10.5)
+            connection.played.num_waiting -= 65_536  # takes as much as it must
+            connection.close_if_slow(NOW_S + 10)
+            connection.played.num_waiting -= 65_535
+            connection.close_if_slow(NOW_S + 20)
+            assert not connection.played.is_closing()
+            connection.close_if_slow(NOW_S + 20.5)
             assert connection.played.is_aborted
 
     on_uvloop(run())

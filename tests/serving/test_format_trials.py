@@ -119,8 +119,8 @@ def test_only_so_many_formats_wait_and_one_whose_client_leaves_makes_room() -> N
         assert found[-1] == "one more is refused"
         async with asyncio.timeout(60):
             for _ in range(MAX_PROCESSES):  # every place is free again
-                await queue._free.acquire()
-        assert queue._num_waiting == 0
+                await queue._queue._free.acquire()
+        assert queue._queue._num_waiting == 0
 
     asyncio.run(run())
 

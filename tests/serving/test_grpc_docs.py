@@ -8,10 +8,11 @@ import socket
 import pytest
 
 from fastgen.serving.admission.bodies import MAX_LARGEST_BODIES
-from fastgen.serving.admission.request_limits import MAX_BIASES, MAX_TOKEN_IDS
+from fastgen.serving.admission.request_limits import MAX_BIASES, MAX_MESSAGES, MAX_TOKEN_IDS
 from fastgen.serving.grpc import connections, open_services, server, size
 from fastgen.serving.grpc.connections import (
     connection_options,
+    end_connections,
     end_listening,
     listening,
     max_calls,
@@ -28,12 +29,13 @@ LINES = (DOCS / "serving.md").read_text().splitlines()
     [
         (
             "requests that are received at once by gRPC",
-            f"{MAX_LARGEST_BODIES}; {MAX_LARGEST_BODIES} of health",
+            f"{MAX_LARGEST_BODIES}; {MAX_LARGEST_BODIES} of health and reflection",
         ),
         (
             "requests that are received at once by gRPC",
-            f"longer than {server._PATIENCE_S:g} s ({open_services._PATIENCE_S:g} s of health) gives its place",
+            f"longer than {server._PATIENCE_S:g} s ({open_services._PATIENCE_S:g} s of health and reflection)",
         ),
+        ("`--write-timeout`, by gRPC", f"cut if there is none for {connections._PING_TIMEOUT_S:g} s more"),
         (
             "calls by gRPC",
             f"{connections._MAX_STREAMS} on a connection; {max_calls(Limits(max_queued_requests=7)) - 7} beside",
@@ -41,12 +43,12 @@ LINES = (DOCS / "serving.md").read_text().splitlines()
         (
             "by gRPC: calls that need no key",
             f"{open_services.MAX_CHECKS} of `Check`, {open_services.MAX_WATCHES} of `Watch`, "
-            f"{open_services.MAX_REFLECTIONS} of reflection at once",
+            f"{open_services.MAX_REFLECTIONS} of reflection at once; {open_services.MAX_QUESTIONS} requests of a call",
         ),
         ("by gRPC: the time of such a call", f"{open_services.MOST_WATCH_S:g} s for `Watch`"),
         (
             "fields of a request by gRPC above 256 KiB",
-            f"{size.MAX_FIELDS:,}; {MAX_TOKEN_IDS:,} token ids; {MAX_BIASES:,} biases",
+            f"{size.MAX_FIELDS:,}; {MAX_TOKEN_IDS:,} token ids; {MAX_BIASES:,} biases; {MAX_MESSAGES} messages",
         ),
     ],
 )
@@ -65,6 +67,7 @@ def test_the_limits_of_connections_reach_grpc_in_its_units() -> None:
         "grpc.server_handshake_timeout_ms": 2500,
         "grpc.max_connection_idle_ms": 1,
         "grpc.keepalive_time_ms": 7000,
+        "grpc.http2.ping_timeout_ms": 20_000,
         "grpc.max_concurrent_streams": 1024,
         "grpc.http2.bdp_probe": 0,
     }
@@ -111,6 +114,33 @@ def test_a_listener_that_ends_keeps_the_connections_that_it_has_accepted() -> No
             client.sendall(b"still here")
             assert accepted.recv(100) == b"still here"
             end_listening({listener.fileno()})  # once more does no harm
+
+
+def test_only_connections_of_the_named_peers_are_ended() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as other:
+        port = listener.getsockname()[1]
+        clients = [socket.create_connection(server.getsockname()) for server in (listener, listener, other)]
+        accepted = [server.accept()[0] for server in (listener, listener, other)]
+        end_connections(port, [f"ipv4:127.0.0.1:{clients[number].getsockname()[1]}" for number in (1, 2)])
+        assert clients[1].recv(100) == b""
+        for client, server in ((clients[0], accepted[0]), (clients[2], accepted[2])):
+            server.sendall(b"still here")
+            assert client.recv(100) == b"still here"
+        for each in (*clients, *accepted, *[socket.create_connection(("127.0.0.1", port))]):
+            each.close()
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"),
+    [
+        ("ipv4:127.0.0.1:40124", "127.0.0.1"),
+        ("ipv4:127.0.0.1:40124", "::ffff:127.0.0.1"),
+        ("ipv6:%5B::1%5D:40124", "::1"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:40124", "fe80::1%eth0"),
+    ],
+)
+def test_names_of_peers_are_addresses_of_sockets(peer: str, host: str) -> None:
+    assert connections._address(peer) == (connections._ip(host), 40124)
 
 
 @pytest.mark.parametrize(

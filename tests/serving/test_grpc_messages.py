@@ -155,13 +155,35 @@ def test_an_output_arrives_as_it_was_sent(name: str) -> None:
     import msgspec
 
     output = OUTPUTS[name]
-    by_grpc = messages.unpack_output(
-        messages.GenerateResponse.FromString(messages.pack_output(output).SerializeToString())
-    )
+    by_grpc = messages.unpack_output(messages.GenerateResponse.FromString(messages.encoded_output(output)))
     by_json = msgspec.json.decode(msgspec.json.encode(OutputRecord.of(output)), type=OutputRecord).output()
     for arrived in (by_grpc, by_json):
         assert arrived == output
         assert [list(entry) for entry in arrived.logprobs or ()] == [list(entry) for entry in output.logprobs or ()]
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_the_last_chunk_has_the_whole_output_beside_its_own(name: str) -> None:
+    chunk = messages.GenerateChunk(index=1, text="é", token_ids=[7], finish_reason=2)
+    last = messages.GenerateChunk.FromString(messages.encoded_last_chunk(chunk.SerializeToString(), OUTPUTS[name]))
+    assert messages.unpack_output(last.response) == OUTPUTS[name]
+    last.ClearField("response")
+    assert last == chunk
+
+
+@pytest.mark.parametrize("number", [0, 1, 63, 64, 65, 128, 5000])
+def test_an_output_of_many_positions_arrives_as_it_was_sent(number: int) -> None:
+    logprobs = [{position: -0.5, 100_000 + position: -1.5} for position in range(number)]
+    output = some_output(logprobs=logprobs, prompt_logprobs=[None, *logprobs])
+    encoded = messages.encoded_output(output)
+    assert messages.unpack_output(messages.GenerateResponse.FromString(encoded)) == output
+
+
+def test_an_output_of_many_positions_is_encoded_in_small_pieces() -> None:
+    logprobs = [dict.fromkeys(range(129), -0.5)] * 5000
+    pieces = messages.output_pieces(some_output(logprobs=logprobs, prompt_logprobs=logprobs))
+    assert sum(map(len, pieces)) > 10_000_000
+    assert max(map(len, pieces)) < 100_000
 
 
 def test_what_messages_hold_beside_their_text_is_bounded_for_all_of_them() -> None:

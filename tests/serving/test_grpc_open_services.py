@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from fastgen.serving.admission.bodies import MAX_LARGEST_BODIES
 from fastgen.serving.api_keys import ApiKeys
 from fastgen.serving.ending import Ending
 from fastgen.serving.grpc import open_services
@@ -148,6 +149,72 @@ def test_a_request_of_health_is_small(method: str) -> None:
                 else:
                     assert await call.code() == status
                     assert ("4096 bytes" in await call.details()) == (status is grpc.StatusCode.INVALID_ARGUMENT)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("size", "is_taken"), [(4093, True), (4094, False)])
+def test_a_request_of_reflection_is_small(size: int, is_taken: bool) -> None:
+    async def run() -> None:
+        async with (
+            asyncio.timeout(WAIT_S),
+            served(Refusing()) as address,
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            asked = reflection_pb2.ServerReflectionRequest(file_by_filename="a" * size)
+            call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([asked]))
+            if is_taken:
+                answer = await call.read()
+                assert answer.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
+                assert await call.code() == grpc.StatusCode.OK
+            else:
+                assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+                assert await call.details() == "a ServerReflectionRequest may have 4096 bytes"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("number", "status"), [(3, grpc.StatusCode.OK), (4, grpc.StatusCode.RESOURCE_EXHAUSTED)])
+def test_a_call_of_reflection_has_few_requests(
+    number: int, status: grpc.StatusCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_services, "MAX_QUESTIONS", 3)
+
+    async def run() -> None:
+        async with (
+            asyncio.timeout(WAIT_S),
+            served(Refusing()) as address,
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            asked = [reflection_pb2.ServerReflectionRequest(list_services="")] * number
+            call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter(asked))
+            for _ in range(3):
+                assert (await call.read()).list_services_response.service
+            assert await call.code() == status
+            assert ("3 requests; make another" in await call.details()) == (status is not grpc.StatusCode.OK)
+
+    asyncio.run(run())
+
+
+def test_calls_that_need_no_key_receive_few_requests_at_once_together() -> None:
+    async def run() -> None:
+        async with (
+            asyncio.timeout(WAIT_S),
+            served(Refusing()) as address,
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            idle = [stub.ServerReflectionInfo() for _ in range(MAX_LARGEST_BODIES)]
+            for call in idle:  # it has its answer, and its next request is awaited
+                await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+                await call.read()
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            ends = [asyncio.create_task(call.code()) for call in idle]
+            over, still_open = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            assert [await end for end in over] == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+            for call in idle:
+                call.cancel()
+            await asyncio.wait(still_open)
 
     asyncio.run(run())
 

@@ -12,7 +12,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.admission.json_limits import FREE_BYTES
-from fastgen.serving.admission.request_limits import MAX_BIASES, MAX_TOKEN_IDS
+from fastgen.serving.admission.request_limits import MAX_BIASES, MAX_MESSAGES, MAX_TOKEN_IDS
 from fastgen.serving.clients.grpc import GrpcTransport
 from fastgen.serving.clients.requests import ClientRequest
 from fastgen.serving.grpc import messages, size
@@ -98,6 +98,7 @@ def test_a_server_refuses_them_and_counts_that() -> None:
             try:
                 for request, why in (
                     (ClientRequest({}, messages=[message] * (MAX_FIELDS + 1)), f"more than {MAX_FIELDS} fields"),
+                    (ClientRequest({}, messages=[message] * (MAX_MESSAGES + 1)), f"at most {MAX_MESSAGES} messages"),
                     (ClientRequest({}, prompt=ids), f"token_ids: .* at most {MAX_TOKEN_IDS} ids"),
                     (ClientRequest({"logit_bias": biases}, prompt="a"), f"logit_bias: .* at most {MAX_BIASES} biases"),
                     (ClientRequest({}, prompt=ids[1:]), "it was read"),

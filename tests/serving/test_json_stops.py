@@ -111,6 +111,22 @@ def test_the_largest_bodies_stop_the_loop_no_longer_than_their_parser(app: Any, 
     assert min(stops_s) < MOST_TIMES * min(parses_s)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_the_largest_arguments_of_calls_stop_the_loop_no_longer_than_their_parser(app: Any, path: str) -> None:
+    text = BODIES["names"].decode().replace('"model":"scripted",', "")
+    asked: dict[str, Any]
+    if path == "/v1/responses":
+        asked = {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": text}]}
+    else:
+        call = {"type": "function", "id": "a", "function": {"name": "f", "arguments": text}}
+        asked = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+    body = msgspec.json.encode({"model": "scripted", "unknown": 1} | asked)
+    with rarely_collected():
+        stops_s = [longest_stop_s(app, path, body) for _ in range(NUM_TRIES)]
+        parses_s = [time_of(lambda: msgspec.json.decode(text)) for _ in range(NUM_TRIES)]
+    assert min(stops_s) < MOST_TIMES * min(parses_s)
+
+
 def test_every_path_that_reads_json_parses_it_so(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[bytes] = []
     monkeypatch.setattr(json_route, "parse_json", lambda text: parsed.append(text) or {})

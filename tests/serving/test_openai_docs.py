@@ -8,10 +8,12 @@ import subprocess
 import sys
 
 import pytest
+from pydantic import BaseModel
 
+from fastgen.serving.http.errors import ERRORS
 from fastgen.serving.http.openai.formats import StructuredOutputs
-from fastgen.serving.http.openai.requests import ChatRequest, CompletionRequest, SamplingRequest
-from fastgen.serving.http.openai.responses.requests import ResponsesRequest
+from fastgen.serving.http.openai.requests import ChatRequest, CompletionRequest, SamplingRequest, StreamOptions
+from fastgen.serving.http.openai.responses.requests import Reasoning, ResponsesRequest, ResponsesStreamOptions
 from fastgen.serving.http.openai.vllm import VllmChatFields, VllmFields
 from fastgen.serving.tools.formats import TOOL_FORMATS
 from tests.pages import DOCS, blocks
@@ -57,10 +59,10 @@ SHARED = SamplingRequest.model_fields.keys()
 @pytest.mark.parametrize(
     ("heading", "fields"),
     [
-        ("Of both endpoints:", SHARED - VLLM),
+        ("Of completions and chats:", SHARED - VLLM),
         ("Of completions:", CompletionRequest.model_fields.keys() - SHARED),
         ("Of chats:", ChatRequest.model_fields.keys() - SHARED - CHATS),
-        ("Of every endpoint:", set(VLLM)),
+        ("Of these three:", set(VLLM)),
         ("Of conversations (", set(CHATS)),
         ("`structured_outputs` has", {field.alias or name for name, field in StructuredOutputs.model_fields.items()}),
         ("## Responses", ResponsesRequest.model_fields.keys() - VLLM - CHATS),
@@ -71,3 +73,21 @@ def test_its_tables_are_whole(heading: str, fields: set[str]) -> None:
     named = [name for row in table(heading) for name in re.findall(r"`([^`]+)`", row)]
     assert len(named) == len(set(named))
     assert set(named) == fields
+
+
+@pytest.mark.parametrize(
+    ("heading", "field", "options"),
+    [
+        ("Of completions and chats:", "stream_options", StreamOptions),
+        ("## Responses", "stream_options", ResponsesStreamOptions),
+        ("## Responses", "reasoning", Reasoning),
+    ],
+)
+def test_its_tables_have_the_fields_within_a_field(heading: str, field: str, options: type[BaseModel]) -> None:
+    row = TEXT.split(heading, 1)[1].split(f"| `{field}` |", 1)[1].split("\n", 1)[0]
+    assert [name for name in options.model_fields if f"`{name}`" not in row] == []
+
+
+def test_its_errors_are_those_of_the_openapi_document() -> None:
+    listed = [int(status) for row in table("## Errors") for status in re.findall(r"\d+", row)]
+    assert listed == sorted([*map(int, ERRORS), 405]), "405 is the router's, for another method"

@@ -449,3 +449,16 @@ def test_parameters_must_be_a_schema_that_can_be_kept_to(llm: fastgen.LLM) -> No
         with pytest.raises(openai.BadRequestError) as refused:
             answer(real(llm), tools=[tool])
         assert refused.value.param == param
+
+
+@pytest.mark.parametrize("tool_choice", ["required", "auto"])
+def test_bounds_of_parameters_that_would_not_be_followed_are_refused(tool_choice: str) -> None:
+    schema = {"properties": {"a": {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}}}
+    function = {"name": "halve", "parameters": schema, "strict": True}
+    with pytest.raises(openai.BadRequestError, match=r"exclusiveMinimum 0 .*\(in the parameters of halve\)") as refused:
+        answer(
+            always(scripted_codec(HERMES), "{}"),
+            tools=[{"type": "function", "function": function}],
+            tool_choice=tool_choice,
+        )
+    assert refused.value.param == "tools"

@@ -139,17 +139,32 @@ def test_every_token_of_an_answer_has_its_log_probability_in_its_message() -> No
         assert all(each.top_logprobs == [] for each in told)
 
 
-def test_a_message_behind_a_call_has_no_log_probabilities_of_the_arguments() -> None:
-    service = always(scripted_codec(HERMES), f"{CALL} And that is all.")
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("second", [" And that is <tool", " Ça va, 🙂 là"])
+def test_messages_have_the_log_probabilities_of_the_tokens_that_begin_in_them(second: str, at_once: bool) -> None:
+    codec = scripted_codec(HERMES)
+    text = f"Let me see. {CALL}{second}"
+    ids, (eos_id, *_) = codec.encode_text(text, add_special_tokens=False), codec.eos_token_ids
+    service = ScriptedService(codec, lambda prompt, sampling: ([*ids, eos_id], "stop"), at_once=at_once)
+    begins = [len(codec.decode(ids[:count]).rstrip("\ufffd")) for count in range(len(ids))]
 
-    async def use(client: openai.AsyncOpenAI) -> Any:
-        return [event async for event in await client.responses.create(**ASKED, stream=True)][-1]
+    async def use(client: openai.AsyncOpenAI) -> tuple[Any, list[Any]]:
+        events = [event async for event in await client.responses.create(**ASKED, stream=True)]
+        return await client.responses.create(**ASKED), events
 
-    call, message = ask(service, use).response.output
-    assert (call.type, call.arguments) == ("function_call", OSLO[1])
-    told = "".join(each.token for each in message.content[0].logprobs)
-    assert told.endswith(message.content[0].text)
-    assert "Oslo" not in told
+    whole, events = ask(service, use)
+    for response in (whole, events[-1].response):
+        first, call, last = response.output
+        assert (call.type, call.arguments) == ("function_call", OSLO[1])
+        for message, ending in ((first, []), (last, [eos_id])):
+            (part,) = message.content
+            begin = text.index(part.text)
+            inside = [id_ for id_, at in zip(ids, begins, strict=True) if begin <= at < begin + len(part.text)]
+            expected = [codec.token_bytes(id_) for id_ in (*inside, *ending)]
+            assert [bytes(each.bytes) for each in part.logprobs] == expected
+    streamed = [each for event in events if event.type == "response.output_text.delta" for each in event.logprobs]
+    told = [each for message in (whole.output[0], whole.output[2]) for each in message.content[0].logprobs]
+    assert [each.token for each in streamed] == [each.token for each in told[:-1]], "all but the one that ends the text"
 
 
 def chat_of(**fields: Any) -> ChatRequest:

@@ -7,9 +7,12 @@ it (:mod:`fastgen.runtime.sampling.structured_output`).
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from fastgen.errors import InvalidArgumentError
@@ -29,6 +32,11 @@ COMPACT_JSON_OPTIONS = {"whitespace_flexible": False, "lenient": False, "coerce_
 # The key under which llguidance finds its options in a schema. A schema of :class:`ResponseFormat` has it only if its
 # JSON is compact.
 OPTIONS_KEY = "x-guidance"
+
+# One of them is in each schema that bounds numbers. A name may also have its letters escaped.
+_WORDS_OF_BOUNDS = ("inimum", "aximum", "multipleOf", "\\u")
+# What stands before each schema in a grammar, and before one by itself.
+_BEGIN_OF_SCHEMA, _SPACE = re.compile(r"%json\s*"), re.compile(r"\s*")
 
 Kind = Literal["json_object", "json_schema", "regex", "grammar"]
 
@@ -55,6 +63,8 @@ class ResponseFormat:
             self.text.encode()
         except UnicodeEncodeError as error:
             raise InvalidArgumentError(f"response_format is not valid Unicode: {error}") from None
+        if (why := _bound_not_followed(self.kind, self.text)) is not None:
+            raise InvalidArgumentError(f"response_format: {why}")
 
     @property
     def is_compact(self) -> bool:
@@ -84,6 +94,26 @@ class ResponseFormat:
                 return {"type": self.kind, "pattern": self.text}
             case "grammar":
                 return {"type": self.kind, "grammar": self.text}
+
+
+def _bound_not_followed(kind: Kind, text: str) -> str | None:
+    """Returns why a bound of numbers in a format would not be followed, or ``None``. What is no JSON is left to
+    the library, which refuses it.
+    """
+    if kind in ("json_object", "regex") or not any(word in text for word in _WORDS_OF_BOUNDS):
+        return None
+    return _bound_in_schemas(kind, text)
+
+
+@lru_cache(maxsize=64)  # a server and its engine make the format of each request anew
+def _bound_in_schemas(kind: Kind, text: str) -> str | None:
+    begins = _BEGIN_OF_SCHEMA.finditer(text) if kind == "grammar" else [_SPACE.match(text)]
+    for begin in filter(None, begins):
+        with suppress(ValueError, RecursionError):
+            schema, _ = json.JSONDecoder().raw_decode(text, begin.end())
+            if (why := bound_not_followed(schema)) is not None:
+                return why
+    return None
 
 
 def is_compact(schema: str) -> bool:
@@ -155,10 +185,7 @@ def _of_schema(where: str, holder: Mapping[str, Any]) -> ResponseFormat:
         raise InvalidArgumentError(f"{where}: the schema is not JSON: {error}") from None
     except RecursionError:
         raise InvalidArgumentError(f"{where}: the schema is nested too deeply") from None
-    found = ResponseFormat("json_schema", text)
-    if (why := bound_not_followed(schema)) is not None:
-        raise InvalidArgumentError(f"{where}: {why}")
-    return found
+    return ResponseFormat("json_schema", text)
 
 
 def _regex(value: Mapping[str, Any]) -> ResponseFormat:

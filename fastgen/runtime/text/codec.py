@@ -19,6 +19,8 @@ from fastgen.runtime.text.tokenizer_loading import load_tokenizer
 _MANY_CHARACTERS = 8
 # Most tokens by which a text that was cut may differ from the whole at the cut.
 _MAX_TOKENS_OF_A_CUT = 64
+# Most characters in the text of given token ids.
+MAX_TEXT_CHARACTERS = 1 << 24
 _USUAL = TemplateOptions()
 # The error of a template that joins the arguments of a call to a text, as DeepSeek's do.
 _WANTS_TEXT = 'can only concatenate str (not "dict") to str'
@@ -104,6 +106,13 @@ class TextCodec:
 
         ``tools`` go to the template, each as ``{"type": "function", "function": {"name": …, …}}``.
         """
+        text = self.rendered(messages, tools, options)
+        return self.encode_text(text, add_special_tokens=options.add_special_tokens)
+
+    def rendered(
+        self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None, options: TemplateOptions
+    ) -> str:
+        """Returns a conversation as the chat template renders it; the arguments are those of :meth:`encode_chat`."""
         if not isinstance(messages, (list, tuple)):
             raise InvalidArgumentError(f"a conversation is a list of messages, not {messages!r:.40}")
         plain = [_plain_message(index, message) for index, message in enumerate(messages)]
@@ -114,16 +123,15 @@ class TextCodec:
             )
         try:
             try:
-                text = self.render_chat(plain, tools, options)
+                return self.render_chat(plain, tools, options)
             except Exception as error:
                 if _WANTS_TEXT not in str(error):
                     raise
-                text = self.render_chat([*map(_with_arguments_as_text, plain)], tools, options)
+                return self.render_chat([*map(_with_arguments_as_text, plain)], tools, options)
         except Exception as error:  # the template is the checkpoint's: division by zero, endless recursion, anything
             if isinstance(error, FastgenError) and not isinstance(error, InvalidArgumentError):
                 raise  # the renderer failed, not the template
             raise InvalidArgumentError(f"the model's chat template refuses this conversation: {error}") from error
-        return self.encode_text(text, add_special_tokens=options.add_special_tokens)
 
     def _render_chat(
         self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, options: TemplateOptions
@@ -139,10 +147,22 @@ class TextCodec:
         return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of ``token_ids``. Special tokens have none."""
+        """Returns the text of ``token_ids``. Special tokens have none.
+
+        Raises ``InvalidArgumentError`` if it has more than ``MAX_TEXT_CHARACTERS``.
+        """
         self._need_tokenizer("text")
         detokenizer = self.new_detokenizer(())
-        return "".join(map(detokenizer.append, token_ids)) + detokenizer.finish()
+        pieces, num_characters = [], 0
+        for token_id in token_ids:
+            pieces.append(detokenizer.append(token_id))
+            num_characters += len(pieces[-1])
+            if num_characters > MAX_TEXT_CHARACTERS:
+                raise InvalidArgumentError(
+                    f"the text of {len(token_ids)} token ids has more than {MAX_TEXT_CHARACTERS} characters after the "
+                    f"first {len(pieces)} of them; give fewer ids at once"
+                )
+        return "".join(pieces) + detokenizer.finish()
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of one token by itself; see :class:`~fastgen.runtime.text.token_bytes.TokenBytes`."""

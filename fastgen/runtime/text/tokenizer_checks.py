@@ -1,9 +1,10 @@
 """Checks of a checkpoint's tokenizer, before any text is given to it.
 
 A tokenizer is data, but its rules may rewrite a text again and again: six rules that write sixteen letters for one make
-16 million letters of one. That costs time and memory of the process that reads the text, so such a tokenizer is refused
-when it is loaded. The time of a regular expression may grow with a high power of the text's length; which tokenizers
-have expressions that are not known is said here, and a server encodes texts by them in another process.
+16 million letters of one. Other parts may put a million ids around a text, or look at every part of a long word. That
+costs time and memory of the process that reads the text, so such a tokenizer is refused when it is loaded. The time of
+a regular expression may grow with a high power of the text's length; which tokenizers have expressions that are not
+known is said here, and a server encodes texts by them in another process.
 """
 
 from __future__ import annotations
@@ -20,8 +21,18 @@ from fastgen.errors import CheckpointError
 # How many characters the rules of a tokenizer may make of one. SentencePiece's table of Unicode's compatibility
 # characters, which many tokenizers have, makes 18.
 MAX_GROWTH = 32
+# Most characters that they may put before a text. Converted SentencePiece models put one there.
+MAX_ADDED_CHARACTERS = 1024
+# Most ids that they may put around a text. Most tokenizers put one or two there.
+MAX_ADDED_IDS = 1024
+# Most rules of one part, since each looks at the whole text.
+MAX_RULES = 256
 # Most characters in the text of one token.
 MAX_TOKEN_CHARACTERS = 4096
+# Most characters of a word that WordPiece splits, in a time that grows with their third power. BERT's has 100.
+MAX_WORD_CHARACTERS = 256
+# Most characters in what a model writes before or behind each part of a word, such as "##" or "</w>".
+MAX_AFFIX_CHARACTERS = 64
 _CONTRACTIONS = r"'s|'t|'re|'ve|'m|'ll|'d"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -40,26 +51,42 @@ KNOWN_PATTERNS = frozenset(
 
 def check_tokenizer(tokenizer: Any) -> None:
     """Raises ``CheckpointError`` if ``tokenizer``, a fast one of transformers, may make far longer texts of texts or
-    tokens.
+    tokens, or take far longer than others.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return
-    for name in ("normalizer", "decoder"):
-        rules = getattr(backend, name)
-        growth = 1 if rules is None else growth_of(json.loads(rules.__getstate__()))
-        if growth > MAX_GROWTH:
-            raise CheckpointError(
-                f"the {name} of its tokenizer may make {growth} characters of one; at most {MAX_GROWTH} are taken"
-            )
-    if backend.decoder is not None and any(_patterns(json.loads(backend.decoder.__getstate__()))):
-        raise CheckpointError("the decoder of its tokenizer has a regular expression, whose time has no limit")
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        part = getattr(backend, name)
+        if part is not None:
+            _check_part(name, json.loads(part.__getstate__()))
+    word = getattr(backend.model, "max_input_chars_per_word", 0)
+    _check_at_most("its tokenizer's model, WordPiece, splits words of {} characters", word, MAX_WORD_CHARACTERS)
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        affix = getattr(backend.model, name, None) or ""
+        _check_at_most(f"the {name} of its tokenizer has {{}} characters", len(affix), MAX_AFFIX_CHARACTERS)
     longest = max(tokenizer.get_vocab(), key=len, default="")
-    if len(longest) > MAX_TOKEN_CHARACTERS:
-        raise CheckpointError(
-            f"the text of a token of its tokenizer has {len(longest)} characters; at most {MAX_TOKEN_CHARACTERS} are "
-            "taken"
-        )
+    _check_at_most("the text of a token of its tokenizer has {} characters", len(longest), MAX_TOKEN_CHARACTERS)
+
+
+def _check_part(name: str, rules: Mapping[str, Any]) -> None:
+    its = f"the {name} of its tokenizer"
+    _check_at_most(f"{its} has {{}} rules", sum(1 for _ in _each(rules)), MAX_RULES)
+    if name == "post_processor":
+        copies, ids = added_around(rules)
+        _check_at_most(f"{its} repeats a text {{}} times", copies, 1)
+        _check_at_most(f"{its} puts {{}} ids around a text", ids, MAX_ADDED_IDS)
+        return
+    _check_at_most(f"{its} may make {{}} characters of one", growth_of(rules), MAX_GROWTH)
+    _check_at_most(f"{its} may put {{}} characters before a text", added_before(rules), MAX_ADDED_CHARACTERS)
+    if name == "decoder" and any(_patterns(rules)):
+        raise CheckpointError(f"{its} has a regular expression, whose time has no limit")
+
+
+def _check_at_most(what: str, found: int, most: int) -> None:
+    """Raises ``CheckpointError`` if ``found`` is more than ``most``. ``what`` says where, with ``{}`` for ``found``."""
+    if found > most:
+        raise CheckpointError(f"{what.format(found)}; at most {most} are taken")
 
 
 def has_unknown_patterns(tokenizer: Any) -> bool:
@@ -84,17 +111,40 @@ def _patterns(rules: Any) -> Iterator[str]:
 
 
 def growth_of(rules: Mapping[str, Any]) -> int:
-    """Returns the most characters that ``rules``, a normalizer or decoder as JSON, make of one, rule after rule.
+    """Returns the most characters that ``rules``, a part of a tokenizer as JSON, make of one, rule after rule.
 
-    Counted are rules whose texts come with the checkpoint. Unicode's normal forms are not: they make at most 18
-    characters of one, and nothing more of these.
+    Counted are rules whose texts come with the checkpoint, and those that write more each time they are repeated.
+    Unicode's normal forms are not: they make at most 18 characters of one, and nothing more of these.
     """
     return math.prod(map(_growth_of_one, _each(rules)))
 
 
+def added_before(rules: Mapping[str, Any]) -> int:
+    """Returns the most characters that ``rules``, as in :func:`growth_of`, put before a text, however short it is."""
+    added = 0
+    for rule in _each(rules):
+        added = added * _growth_of_one(rule) + len(rule["prepend"] if rule.get("type") == "Prepend" else "")
+    return added
+
+
+def added_around(rules: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns how often ``rules``, a post-processor as JSON, put a text into its own ids, and how many ids they add."""
+    copies, ids = 1, 0
+    for rule in _each(rules):
+        match rule.get("type"):
+            case "TemplateProcessing":
+                lengths = {name: len(token["ids"]) for name, token in rule["special_tokens"].items()}
+                names = [piece["SpecialToken"]["id"] for piece in rule["single"] if "SpecialToken" in piece]
+                repeats = len(rule["single"]) - len(names)
+                copies, ids = copies * repeats, ids * repeats + sum(lengths.get(name, 0) for name in names)
+            case "BertProcessing" | "RobertaProcessing":
+                ids += 2
+    return copies, ids
+
+
 def _each(rules: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yields the rules in order, those of nested sequences too."""
-    for name in ("normalizers", "decoders"):
+    for name in ("normalizers", "pretokenizers", "processors", "decoders"):
         for inner in rules.get(name, ()):
             yield from _each(inner)
     yield rules
@@ -106,6 +156,16 @@ def _growth_of_one(rule: Mapping[str, Any]) -> int:
             return _growth_of_replace(rule["pattern"], rule["content"])
         case "Precompiled":
             return _longest_in_table(rule["precompiled_charsmap"])
+        case "ByteLevel":  # a character for each byte of UTF-8, and a space before them
+            return 4 + bool(rule.get("add_prefix_space"))
+        case "BertNormalizer" if rule.get("handle_chinese_chars"):  # a space on either side
+            return 3
+        case "WordPiece":  # the decoder: a space before each token
+            return 2
+        case "BPEDecoder" if not rule.get("suffix"):  # a space beside each character
+            return 2
+        case "CTC" if not rule.get("word_delimiter_token"):
+            return 2
     return 1
 
 

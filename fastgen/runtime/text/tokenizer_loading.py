@@ -10,6 +10,7 @@ from typing import Any
 from fastgen.errors import CheckpointError
 from fastgen.models.checkpoint.files import read_json_object
 from fastgen.runtime.text.tokenizer_checks import check_tokenizer
+from fastgen.runtime.text.tokenizer_files import check_tokenizer_files
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -38,6 +39,7 @@ def load_tokenizer(directory: Path, config: Mapping[str, Any], tokenizer_class: 
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:
+        check_tokenizer_files(directory)
         with _ONE_AT_A_TIME:
             if tokenizer_class in _GENERIC_CLASSES:
                 tokenizer = import_generic_tokenizer().from_pretrained(str(directory), local_files_only=True)

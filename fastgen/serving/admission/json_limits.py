@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -29,7 +30,9 @@ _MAX_DIGITS = 64
 _MANY_DIGITS = b"0" * (_MAX_DIGITS + 1)
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _PIECE_BYTES = 1 << 18
-_QUOTE, _BACKSLASH, _SPACE = b'"\\ '
+_QUOTE, _BACKSLASH, _SPACE, _NEWLINE = b'"\\ \n'
+# It ends a text whatever that holds: a string of JSON has no newline, and a backslash escapes one of two at most.
+_BETWEEN_TEXTS = b"\n\n"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _HALF = "has half of a pair of surrogates"
 # The steps to a value before the last one, and the last one.
@@ -103,8 +106,8 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def check_json_size(text: bytes) -> None:
-    """Raises ``TooLargeError`` if ``text``, which is JSON, is beyond the limits.
+def check_json_size(text: bytes, what: str = "the body") -> None:
+    """Raises ``TooLargeError`` if ``text``, which is JSON, is beyond the limits. The error calls it ``what``.
 
     It takes 3 to 20 ms for each MiB, in pieces between which other threads run.
     """
@@ -113,13 +116,18 @@ def check_json_size(text: bytes) -> None:
     counts, has_long_number = _count_outside_strings(text)
     num_values, num_slow = int(counts[ord(",")]), int(sum(counts[mark] for mark in _SLOW))
     if num_values > _MAX_VALUES:
-        raise TooLargeError(f"the body has {num_values} values, and may have {_MAX_VALUES}")
+        raise TooLargeError(f"{what} has {num_values} values, and may have {_MAX_VALUES}")
     if num_slow > _MAX_SLOW:
         raise TooLargeError(
-            f"the body has {num_slow} lists, objects, texts, names and fractions, and may have {_MAX_SLOW} of them"
+            f"{what} has {num_slow} lists, objects, texts, names and fractions, and may have {_MAX_SLOW} of them"
         )
     if has_long_number:
-        raise TooLargeError(f"the body has a number of more than {_MAX_DIGITS} digits")
+        raise TooLargeError(f"{what} has a number of more than {_MAX_DIGITS} digits")
+
+
+def check_json_sizes(texts: Iterable[str], what: str) -> None:
+    """Raises ``TooLargeError`` if ``texts``, each of which is JSON, are beyond the limits together."""
+    check_json_size(_BETWEEN_TEXTS.join(text.encode() for text in texts), what)
 
 
 def _is_surely_small(text: bytes) -> bool:
@@ -148,6 +156,8 @@ def _count_outside_strings(text: bytes) -> tuple[np.ndarray, bool]:
         is_escaped = bool(len(escaped)) and int(escaped[-1]) == len(piece)
         piece[escaped[: len(escaped) - is_escaped]] = _SPACE
         num_quotes = np.cumsum(piece == _QUOTE, dtype=np.int32) + is_in_string
+        # A newline in a string is an error, after which nothing is parsed. The next text begins outside a string.
+        num_quotes -= np.maximum.accumulate(np.where(piece == _NEWLINE, num_quotes, 0))
         is_outside = num_quotes % 2 == 0
         counts += np.bincount(piece[is_outside], minlength=256)
         is_in_string = int(num_quotes[-1]) % 2

@@ -9,6 +9,8 @@ from fastgen.serving.refusals import BadRequestError
 
 # The HTTP header, and the gRPC metadata, that names the session of a request; and the most characters of a name.
 SESSION_HEADER, MAX_SESSION_LENGTH = "x-session-id", 512
+# Messages of a conversation.
+MAX_MESSAGES = 4096
 # Requests that one call may check without running them.
 MAX_CHECKED = 64
 # Completions of one prompt: OpenAI's limit.
@@ -33,8 +35,10 @@ MAX_LOGPROBS = 128
 MAX_REQUEST_LOGPROBS = 1 << 21
 # The same for all requests that have not ended.
 MAX_OPEN_LOGPROBS = 1 << 23
-# With more of them, a request's log-probabilities are sent, collected and encoded in pieces.
+# With more of them, a request's log-probabilities are sent and collected in pieces.
 MANY_LOGPROBS = 1 << 14
+# Answers of a call with more tokens and log-probabilities together are encoded in pieces, on another thread.
+MANY_VALUES = 1 << 14
 
 
 def check_limits(sampling: SamplingParams) -> None:

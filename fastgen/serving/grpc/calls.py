@@ -1,8 +1,9 @@
-"""The beginning and the end of a call: its request, decoded, and the status that its error becomes."""
+"""A call: its request, decoded, its answers, sent, and the status that its error becomes."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any, NoReturn
 
 import grpc
@@ -11,6 +12,7 @@ from grpc.aio import ServicerContext
 
 from fastgen.errors import FastgenError, InvalidArgumentError
 from fastgen.serving.grpc.receiving import Requests
+from fastgen.serving.grpc.sending import Sending
 from fastgen.serving.refusals import (
     BadRequestError,
     EngineDiedError,
@@ -23,6 +25,8 @@ from fastgen.serving.refusals import (
     UnknownModelError,
 )
 
+# What a method does: it reads requests, and yields one answer or a stream of them, encoded.
+Behaviour = Callable[[Requests, ServicerContext], AsyncGenerator[bytes, None]]
 # Any other error is ``INTERNAL``.
 _STATUSES: dict[type[RefusedError], grpc.StatusCode] = {
     BadRequestError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -46,33 +50,23 @@ def decoded(request: bytes, kind: Any) -> Any:
         raise InvalidArgumentError(f"the request is no {kind.DESCRIPTOR.full_name}: {error}") from None
 
 
-def in_statuses(
-    behaviour: Callable[[Requests, ServicerContext], Awaitable[Any]],
-) -> Callable[[Requests, ServicerContext], Awaitable[Any]]:
-    """Returns a handler that turns the errors that ``behaviour`` raises on purpose into statuses."""
+def handler_of(behaviour: Behaviour, sending: Sending) -> grpc.RpcMethodHandler:
+    """Returns a handler that sends the answers of ``behaviour``, and turns the errors that it raises on purpose into
+    statuses.
 
-    async def run(requests: Requests, context: ServicerContext) -> Any:
+    It is a handler of streams for each method: only with these a server learns when an answer has been taken. Clients
+    see no difference.
+    """
+
+    async def run(requests: Requests, context: ServicerContext) -> None:
         try:
-            return await behaviour(requests, context)
+            async with aclosing(behaviour(requests, context)) as answers:
+                async for answer in answers:
+                    await sending.send(context, answer)
         except FastgenError as error:
             await _abort(context, error)
 
-    return run
-
-
-def stream_in_statuses(
-    behaviour: Callable[[Requests, ServicerContext], AsyncIterator[Any]],
-) -> Callable[[Requests, ServicerContext], AsyncIterator[Any]]:
-    """Returns the same for a ``behaviour`` with a stream of answers."""
-
-    async def run(requests: Requests, context: ServicerContext) -> AsyncIterator[Any]:
-        try:
-            async for response in behaviour(requests, context):
-                yield response
-        except FastgenError as error:
-            await _abort(context, error)
-
-    return run
+    return grpc.stream_stream_rpc_method_handler(run)
 
 
 async def _abort(context: ServicerContext, error: FastgenError) -> NoReturn:

@@ -1,11 +1,13 @@
-"""Connections to the gRPC port: how many there may be, how long each may idle, and how many there are."""
+"""Connections to the gRPC port: how many there may be, how long each may idle, how many there are, and their ends."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from urllib.parse import unquote
 
 from fastgen.serving.options import ConnectionLimits, Limits
 
@@ -13,6 +15,8 @@ from fastgen.serving.options import ConnectionLimits, Limits
 _MAX_STREAMS = 1024
 # Calls of all connections together that may be open beside the queued ones.
 _MAX_CALLS_BESIDE_QUEUED = 1024
+# How long a silent connection has for a sign of life once it is asked for one.
+_PING_TIMEOUT_S = 20.0
 _LISTENING = "0A"
 
 
@@ -28,6 +32,7 @@ def connection_options(limits: ConnectionLimits) -> tuple[tuple[str, int], ...]:
         ("grpc.server_handshake_timeout_ms", _in_ms(limits.header_timeout_s)),
         ("grpc.max_connection_idle_ms", _in_ms(limits.keep_alive_s)),
         ("grpc.keepalive_time_ms", _in_ms(limits.write_timeout_s)),
+        ("grpc.http2.ping_timeout_ms", _in_ms(_PING_TIMEOUT_S)),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
         # Buffers of what is sent before it is received keep their 64 KiB, however fast a client sends.
         ("grpc.http2.bdp_probe", 0),
@@ -46,14 +51,7 @@ def num_connections(port: int) -> int:
 
 def listening(port: int) -> set[int]:
     """Returns the descriptors by which this process listens at ``port``, where Linux reports them; otherwise none."""
-    names = {f"socket:[{inode}]" for state, inode in _sockets(port) if state == _LISTENING}
-    found = set()
-    with contextlib.suppress(OSError):
-        for descriptor in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # it was that of the directory
-                if os.readlink(f"/proc/self/fd/{descriptor}") in names:
-                    found.add(int(descriptor))
-    return found
+    return _descriptors({inode for state, inode in _sockets(port) if state == _LISTENING})
 
 
 def end_listening(descriptors: Iterable[int]) -> None:
@@ -61,6 +59,40 @@ def end_listening(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
             listener.shutdown(socket.SHUT_RDWR)
+
+
+def end_connections(port: int, peers: Iterable[str]) -> None:
+    """Ends the connections of ``peers``, as gRPC names them, to this process's ``port``, where Linux reports them."""
+    addresses = {_address(peer) for peer in peers}
+    for descriptor in _descriptors({inode for state, inode in _sockets(port) if state != _LISTENING}):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            host, remote_port, *_ = connection.getpeername()
+            if (_ip(host), remote_port) in addresses:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _address(peer: str) -> tuple[IPv4Address | IPv6Address, int]:
+    """Returns the address in a name such as ``ipv4:127.0.0.1:40124`` or ``ipv6:%5B::1%5D:40124``."""
+    host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+    return _ip(host.strip("[]")), int(port)
+
+
+def _ip(host: str) -> IPv4Address | IPv6Address:
+    """Returns the address without its scope. One of version 4 has its own form, also at a socket of version 6."""
+    ip = ip_address(host.partition("%")[0])
+    return getattr(ip, "ipv4_mapped", None) or ip
+
+
+def _descriptors(inodes: Container[str]) -> set[int]:
+    """Returns this process's descriptors of these sockets, where Linux reports them; otherwise none."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # it was that of the directory
+                kind, _, inode = os.readlink(f"/proc/self/fd/{descriptor}").partition(":")
+                if kind == "socket" and inode.strip("[]") in inodes:
+                    found.add(int(descriptor))
+    return found
 
 
 def _sockets(port: int) -> Iterator[tuple[str, str]]:

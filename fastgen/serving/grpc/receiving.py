@@ -35,10 +35,17 @@ class Receiving:
         self._limits: dict[asyncio.Timeout, float] = {}
 
     async def first(self, requests: Requests) -> bytes:
-        """Returns the first request of a call.
+        """Returns the first request of a call. Raises what :meth:`next` does, and ``InvalidArgumentError`` if there is
+        no request.
+        """
+        if (request := await self.next(requests)) is None:
+            raise InvalidArgumentError("the call has no request")
+        return request
 
-        Raises ``RequestTimeoutError``, ``OverloadedError`` if another call got its place, and ``InvalidArgumentError``
-        if there is no request.
+    async def next(self, requests: Requests) -> bytes | None:
+        """Returns the next request of a call; ``None`` if it has no more.
+
+        Raises ``RequestTimeoutError``, and ``OverloadedError`` if another call got its place.
         """
         try:
             async with asyncio.timeout(self._timeout_s), self._place():
@@ -46,7 +53,7 @@ class Receiving:
                     return request
         except TimeoutError:
             raise RequestTimeoutError(f"the request did not come within {self._timeout_s:g} s") from None
-        raise InvalidArgumentError("the call has no request")
+        return None
 
     @asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:

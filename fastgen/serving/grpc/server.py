@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
 from grpc.aio import ServicerContext
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.requests.outputs import GenerationOutput
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.admission.bodies import Bodies, CountedBody
 from fastgen.serving.admission.json_limits import FREE_BYTES
 from fastgen.serving.admission.request_limits import (
     MAX_BIASES,
     MAX_CHECKED,
+    MAX_MESSAGES,
     MAX_SESSION_LENGTH,
     MAX_TOKEN_IDS,
     SESSION_HEADER,
 )
+from fastgen.serving.answers import Update
 from fastgen.serving.api_keys import ApiKeys, bearer
 from fastgen.serving.ending import Ending
 from fastgen.serving.grpc import messages
-from fastgen.serving.grpc.calls import decoded, in_statuses, stream_in_statuses
+from fastgen.serving.grpc.calls import Behaviour, decoded, handler_of
 from fastgen.serving.grpc.connections import (
     connection_options,
     end_listening,
@@ -33,9 +37,12 @@ from fastgen.serving.grpc.connections import (
     max_calls,
     num_connections,
 )
-from fastgen.serving.grpc.open_services import Health, Reflection
+from fastgen.serving.grpc.open_services import Health, Reflection, open_receiving
 from fastgen.serving.grpc.receiving import Receiving, Requests
+from fastgen.serving.grpc.sending import Sending
 from fastgen.serving.grpc.size import check_num_fields
+from fastgen.serving.isolated.queue import in_turn
+from fastgen.serving.isolated.texts import encode_chat
 from fastgen.serving.options import ConnectionLimits, ServeOptions
 from fastgen.serving.refusals import (
     BadRequestError,
@@ -62,8 +69,13 @@ _REASONS: dict[type[RefusedError], Refusal] = {
 }
 
 
+_Encode = Callable[[Any], Awaitable[list[int]]]
+
+
 class GenerationServicer:
-    """The methods of ``fastgen.v1.Generation``. :meth:`received` gives them their requests."""
+    """The methods of ``fastgen.v1.Generation``. :meth:`received` gives them their requests. They yield their answers,
+    encoded.
+    """
 
     def __init__(self, service: Service, keys: ApiKeys, ending: Ending, limits: ConnectionLimits):
         self._service, self._keys, self._ending = service, keys, ending
@@ -91,99 +103,96 @@ class GenerationServicer:
                 raise
             yield decoded(encoded, kind)
 
-    async def generate(self, request: Any, context: ServicerContext) -> Any:
-        async with await self._submit(request, self._encode_prompt, context, is_stream=False) as running:
-            return messages.pack_output(await running.output())
+    def generate(self, request: Any, context: ServicerContext) -> AsyncGenerator[bytes, None]:
+        return self._answer(request, self._encode_prompt, context)
 
-    async def generate_stream(self, request: Any, context: ServicerContext) -> AsyncIterator[Any]:
-        async for chunk in self._stream(request, self._encode_prompt, context):
-            yield chunk
+    def generate_stream(self, request: Any, context: ServicerContext) -> AsyncGenerator[bytes, None]:
+        return self._stream(request, self._encode_prompt, context)
 
-    async def chat(self, request: Any, context: ServicerContext) -> Any:
-        async with await self._submit(request, self._encode_chat, context, is_stream=False) as running:
-            return messages.pack_output(await running.output())
+    def chat(self, request: Any, context: ServicerContext) -> AsyncGenerator[bytes, None]:
+        return self._answer(request, self._encode_chat, context)
 
-    async def chat_stream(self, request: Any, context: ServicerContext) -> AsyncIterator[Any]:
-        async for chunk in self._stream(request, self._encode_chat, context):
-            yield chunk
+    def chat_stream(self, request: Any, context: ServicerContext) -> AsyncGenerator[bytes, None]:
+        return self._stream(request, self._encode_chat, context)
 
-    async def check(self, request: Any, context: ServicerContext) -> Any:
+    async def check(self, request: Any, context: ServicerContext) -> AsyncGenerator[bytes, None]:
         number = len(request.prompts) + len(request.chats)
         if number > MAX_CHECKED:
             raise InvalidArgumentError(f"{number} requests to be checked; at most {MAX_CHECKED} are taken at once")
         asked = [(each, self._encode_prompt) for each in request.prompts]
         asked += [(each, self._encode_chat) for each in request.chats]
-        return messages.CheckResponse(errors=[await self._refusal(*each) or "" for each in asked])
+        yield messages.CheckResponse(errors=[await self._refusal(*each) or "" for each in asked]).SerializeToString()
 
-    async def _refusal(self, request: Any, encode: Callable[[Any], list[int]]) -> str | None:
+    async def _refusal(self, request: Any, encode: _Encode) -> str | None:
         """Returns why ``request`` would be refused, or ``None``."""
         try:
-            return await self._service.refusal(*await asyncio.to_thread(self._read, request, encode))
+            return await self._service.refusal(*await self._read(request, encode))
         except (BadRequestError, InvalidArgumentError) as error:
             return str(error)
 
-    async def model_info(self, request: Any, context: ServicerContext) -> Any:
-        return messages.ModelInfoResponse(**self._service.info())
+    async def model_info(self, request: Any, context: ServicerContext) -> AsyncGenerator[bytes, None]:
+        yield messages.ModelInfoResponse(**self._service.info()).SerializeToString()
 
-    async def terminate(self, request: Any, context: ServicerContext) -> Any:
+    async def terminate(self, request: Any, context: ServicerContext) -> AsyncGenerator[bytes, None]:
         self._ending.end()
-        return messages.TerminateResponse()
+        yield messages.TerminateResponse().SerializeToString()
 
-    async def _stream(
-        self, request: Any, encode: Callable[[Any], list[int]], context: ServicerContext
-    ) -> AsyncIterator[Any]:
+    async def _answer(self, request: Any, encode: _Encode, context: ServicerContext) -> AsyncGenerator[bytes, None]:
+        async with await self._submit(request, encode, context, is_stream=False) as running:
+            yield await _whole(running, messages.encoded_output)
+
+    async def _stream(self, request: Any, encode: _Encode, context: ServicerContext) -> AsyncGenerator[bytes, None]:
         async with await self._submit(request, encode, context, is_stream=True) as running:
-            pending: Any = None  # sent one late, because the last one also has the whole answer
+            pending: bytes | None = None  # sent one late, because the last one also has the whole answer
             async for updates in running:
                 for update in updates:
                     if pending is not None:
                         yield pending
-                    pending = messages.GenerateChunk(
-                        index=update.index,
-                        text=update.text,
-                        token_ids=update.token_ids,
-                        finish_reason=messages.pack_finish_reason(update.end.reason) if update.end else None,
-                    )
-                if not running.finished:
+                    pending = _chunk(update)
+                if pending is not None and not running.finished:
                     yield pending
                     pending = None
-            pending.response.CopyFrom(messages.pack_output(await running.output()))
-            yield pending
+            assert pending is not None
+            yield await _whole(running, partial(messages.encoded_last_chunk, pending))
 
-    async def _submit(
-        self, request: Any, encode: Callable[[Any], list[int]], context: ServicerContext, *, is_stream: bool
-    ) -> Running:
+    async def _submit(self, request: Any, encode: _Encode, context: ServicerContext, *, is_stream: bool) -> Running:
         arrived_s = time.monotonic()
-        prompt_ids, sampling = await asyncio.to_thread(self._read, request, encode)
+        prompt_ids, sampling = await self._read(request, encode)
         session = (_metadata(context, SESSION_HEADER) or "")[:MAX_SESSION_LENGTH] or None
         return await self._service.submit(
             prompt_ids, sampling, is_stream=is_stream, arrived_s=arrived_s, session=session
         )
 
-    def _read(self, request: Any, encode: Callable[[Any], list[int]]) -> tuple[list[int], SamplingParams]:
+    async def _read(self, request: Any, encode: _Encode) -> tuple[list[int], SamplingParams]:
         """Returns the token ids of the prompt and the sampling parameters. A large request takes long, so it is read on
-        a thread.
+        other threads.
         """
+        sampling = await asyncio.to_thread(self._sampling, request)
+        return await encode(request), sampling
+
+    def _sampling(self, request: Any) -> SamplingParams:
         messages.refuse_unknown_fields(request)
         if (number := len(request.sampling.logit_bias)) > MAX_BIASES:
             raise TooLargeError(f"logit_bias: this server takes at most {MAX_BIASES} biases, not {number}")
         fields = messages.sampling_fields(request.sampling)
-        sampling = SamplingParams.from_fields(self._service.codec.default_sampling, **fields)
-        return encode(request), sampling
+        return SamplingParams.from_fields(self._service.codec.default_sampling, **fields)
 
-    def _encode_prompt(self, request: Any) -> list[int]:
+    async def _encode_prompt(self, request: Any) -> list[int]:
+        codec = self._service.codec
         match request.WhichOneof("prompt"):
             case "text":
-                return self._service.codec.encode(request.text)
+                return await in_turn(codec.encode_plain, lambda: codec.encode(request.text))
             case "token_ids":
                 if (number := len(request.token_ids.ids)) > MAX_TOKEN_IDS:
                     raise TooLargeError(f"token_ids: this server takes at most {MAX_TOKEN_IDS} ids, not {number}")
-                return self._service.codec.encode(list(request.token_ids.ids))
+                return await asyncio.to_thread(lambda: codec.encode(list(request.token_ids.ids)))
             case _:
                 raise InvalidArgumentError("prompt: text or token_ids must be set")
 
-    def _encode_chat(self, request: Any) -> list[int]:
-        return self._service.codec.encode_chat(messages.conversation(request))
+    async def _encode_chat(self, request: Any) -> list[int]:
+        if (number := len(request.messages)) > MAX_MESSAGES:
+            raise TooLargeError(f"messages: this server takes at most {MAX_MESSAGES} messages, not {number}")
+        return await encode_chat(self._service.codec, await asyncio.to_thread(messages.conversation, request))
 
 
 class GrpcServer:
@@ -195,7 +204,10 @@ class GrpcServer:
         self._service, self._options, self._ending, self._is_shared = service, options, ending, is_shared
         self._server: grpc.aio.Server | None = None
         self._leaving: asyncio.Task[None] | None = None
-        self._health = Health(service, timeout_s=options.connections.body_timeout_s)
+        self._sending = Sending(timeout_s=options.connections.write_timeout_s)
+        self._open_receiving = open_receiving(options.connections.body_timeout_s)
+        self._health = Health(service, self._open_receiving, self._sending)
+        self._ending_slow: asyncio.Task[None] | None = None
         # The descriptors by which it listens.
         self._listening: set[int] = set()
         # The served address: ``host:port``, with ``grpcs://`` before it for TLS.
@@ -211,8 +223,9 @@ class GrpcServer:
             maximum_concurrent_rpcs=max_calls(self._options.limits),
         )
         servicer = GenerationServicer(self._service, self._options.api_keys, self._ending, limits)
-        reflection = Reflection(timeout_s=limits.body_timeout_s)
-        server.add_generic_rpc_handlers((_handlers(servicer), self._health.handlers(), reflection.handlers()))
+        reflection = Reflection(self._open_receiving, self._sending, timeout_s=limits.body_timeout_s)
+        handlers = (_handlers(servicer, self._sending), self._health.handlers(), reflection.handlers())
+        server.add_generic_rpc_handlers(handlers)
         host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
         asked = f"{host}:{self._options.grpc_port}"
         others = listening(self._options.grpc_port)
@@ -222,6 +235,7 @@ class GrpcServer:
             raise InvalidArgumentError(f"cannot listen on {asked} for gRPC: {error}") from None
         await server.start()
         self._listening = listening(port) - others
+        self._ending_slow = asyncio.create_task(self._sending.end_slow(port))
         self._service.metrics.grpc_connections.set_function(lambda: num_connections(port))
         self.address = f"{host}:{port}" if self._options.tls_cert is None else f"grpcs://{host}:{port}"
 
@@ -252,9 +266,11 @@ class GrpcServer:
         if self._server is not None:
             self._health.is_ending = True
             await asyncio.shield(self._server.stop(timeout_s))
+        if self._ending_slow is not None:
+            self._ending_slow.cancel()
 
 
-def _handlers(servicer: GenerationServicer) -> grpc.GenericRpcHandler:
+def _handlers(servicer: GenerationServicer, sending: Sending) -> grpc.GenericRpcHandler:
     behaviours: Mapping[str, Any] = {
         "Generate": servicer.generate,
         "GenerateStream": servicer.generate_stream,
@@ -266,40 +282,46 @@ def _handlers(servicer: GenerationServicer) -> grpc.GenericRpcHandler:
     }
     handlers = {}
     for method in messages.pool.FindServiceByName(messages.SERVICE).methods:
-        behaviour = behaviours[method.name]
         kind = messages.message_class(method.input_type.full_name)
-        is_stream = method.server_streaming
-        make = grpc.stream_stream_rpc_method_handler if is_stream else grpc.stream_unary_rpc_method_handler
-        handlers[method.name] = make(
-            stream_in_statuses(_stream_received(servicer, behaviour, kind))
-            if is_stream
-            else in_statuses(_received(servicer, behaviour, kind)),
-            response_serializer=messages.message_class(method.output_type.full_name).SerializeToString,
-        )
+        handlers[method.name] = handler_of(_received(servicer, behaviours[method.name], kind), sending)
     return grpc.method_handlers_generic_handler(messages.SERVICE, handlers)
 
 
 def _received(
-    servicer: GenerationServicer, behaviour: Callable[[Any, ServicerContext], Awaitable[Any]], kind: Any
-) -> Callable[[Requests, ServicerContext], Awaitable[Any]]:
+    servicer: GenerationServicer,
+    behaviour: Callable[[Any, ServicerContext], AsyncGenerator[bytes, None]],
+    kind: Any,
+) -> Behaviour:
     """Returns ``behaviour`` of a call whose request, a message of ``kind``, is yet to come."""
 
-    async def run(requests: Requests, context: ServicerContext) -> Any:
-        async with servicer.received(requests, kind, context) as request:
-            return await behaviour(request, context)
+    async def run(requests: Requests, context: ServicerContext) -> AsyncGenerator[bytes, None]:
+        async with (
+            servicer.received(requests, kind, context) as request,
+            aclosing(behaviour(request, context)) as answers,
+        ):
+            async for answer in answers:
+                yield answer
 
     return run
 
 
-def _stream_received(
-    servicer: GenerationServicer, behaviour: Callable[[Any, ServicerContext], AsyncIterator[Any]], kind: Any
-) -> Callable[[Requests, ServicerContext], AsyncIterator[Any]]:
-    async def run(requests: Requests, context: ServicerContext) -> AsyncIterator[Any]:
-        async with servicer.received(requests, kind, context) as request:
-            async for response in behaviour(request, context):
-                yield response
+def _chunk(update: Update) -> bytes:
+    """Returns an encoded ``GenerateChunk`` with the progress of a completion."""
+    chunk: bytes = messages.GenerateChunk(
+        index=update.index,
+        text=update.text,
+        token_ids=update.token_ids,
+        finish_reason=messages.pack_finish_reason(update.end.reason) if update.end else None,
+    ).SerializeToString()
+    return chunk
 
-    return run
+
+async def _whole(running: Running, encode: Callable[[GenerationOutput], bytes]) -> bytes:
+    """Waits for the whole answer, and returns it encoded. A large one is encoded on another thread, so that other
+    requests do not wait.
+    """
+    output = await running.output()
+    return await asyncio.to_thread(encode, output) if running.is_large else encode(output)
 
 
 def _bearer(context: ServicerContext) -> str | None:

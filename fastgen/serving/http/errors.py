@@ -69,7 +69,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     for status, description in (
         (400, "The request is malformed, out of range, or cannot be honoured"),
         (401, "No API key, or one that is not known"),
-        (403, "The server does not answer for the host that the request names"),
+        (403, "The server does not answer for the host that the request names, or for pages of other sites"),
         (404, "The model is not served here"),
         (408, "The request itself took too long to come"),
         (413, "More than this server takes"),

@@ -15,12 +15,20 @@ from starlette.responses import Response
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.serving.admission.request_limits import MAX_BEAMS, MAX_BIASES, MAX_CHECKED, MAX_N, MAX_TOKEN_IDS
+from fastgen.serving.admission.request_limits import (
+    MAX_BEAMS,
+    MAX_BIASES,
+    MAX_CHECKED,
+    MAX_MESSAGES,
+    MAX_N,
+    MAX_TOKEN_IDS,
+)
 from fastgen.serving.answers import Update
 from fastgen.serving.api_keys import bearer
 from fastgen.serving.ending import Ending
 from fastgen.serving.http.errors import ERRORS
 from fastgen.serving.http.json_route import JsonRoute
+from fastgen.serving.http.openai.messages import few_parts
 from fastgen.serving.http.openai.run import (
     arrival_of,
     event_of,
@@ -33,6 +41,8 @@ from fastgen.serving.http.openai.run import (
 from fastgen.serving.http.openai.validation import FewErrors, at_most
 from fastgen.serving.http.records import ChunkRecord, OutputRecord
 from fastgen.serving.http.streaming import unless_gone
+from fastgen.serving.isolated.queue import in_turn
+from fastgen.serving.isolated.texts import encode_chat
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Running, Service
 
@@ -51,7 +61,7 @@ class GenerateBody(FewErrors):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     prompt: str | Annotated[list[_TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)] | None = None
-    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_MESSAGES), few_parts] | None = None
     stream: bool = False
 
     max_new_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
@@ -134,8 +144,8 @@ def generate_routes(service: Service) -> APIRouter:
             return await answer(body, request)
 
     async def answer(body: GenerateBody, request: Request) -> Response:
-        prompt_ids, sampling = await asyncio.to_thread(_read, service, body)
         async with unless_gone(request):
+            prompt_ids, sampling = await _read(service, body)
             running = await service.submit(
                 prompt_ids,
                 sampling,
@@ -158,7 +168,7 @@ def generate_routes(service: Service) -> APIRouter:
 
     async def refusal(body: GenerateBody) -> str | None:
         try:
-            return await service.refusal(*await asyncio.to_thread(_read, service, body))
+            return await service.refusal(*await _read(service, body))
         except (BadRequestError, InvalidArgumentError) as error:
             return str(error)
 
@@ -201,13 +211,21 @@ def naming_the_field(otherwise: str) -> Iterator[None]:
 _SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
 
 
-def _read(service: Service, body: GenerateBody) -> tuple[list[int], SamplingParams]:
-    codec = service.codec
-    sampling = body.sampling(codec.default_sampling)
-    if body.messages is not None and body.prompt is None:
-        return codec.encode_chat(body.messages), sampling
-    if body.prompt is not None and body.messages is None:
-        return codec.encode(body.prompt), sampling
+async def _read(service: Service, body: GenerateBody) -> tuple[list[int], SamplingParams]:
+    """Returns the token ids of the prompt, and the sampling parameters. Both may take long, so they are found on other
+    threads. Raises ``InvalidArgumentError``, and ``OverloadedError`` if too much waits to be encoded.
+    """
+    codec, messages, prompt = service.codec, body.messages, body.prompt
+
+    def sampling() -> SamplingParams:
+        return body.sampling(codec.default_sampling)
+
+    if messages is not None and prompt is None:
+        given = await asyncio.to_thread(sampling)
+        return await encode_chat(codec, messages), given
+    if prompt is not None and messages is None:
+        encode = codec.encode_plain if isinstance(prompt, str) else codec.encode  # ids are only checked
+        return await in_turn(encode, lambda: (codec.encode(prompt), sampling()))
     raise InvalidArgumentError("give prompt or messages, and one of them only")
 
 

@@ -80,6 +80,7 @@ class Guard:
                 self._hosts.check(headers.get("host"))
                 if not is_open:
                     self._options.api_keys.check(bearer(headers.get("authorization")))
+                    _check_site(headers, self._options)
                 _check_encoding(headers)
                 if not await body.read(headers, receive):
                     return
@@ -140,6 +141,21 @@ _REASONS: dict[type[RefusedError], Refusal] = {
 def _is_open(path: str) -> bool:
     """Returns whether requests for ``path`` need no key."""
     return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+
+
+def _check_site(headers: Headers, options: ServeOptions) -> None:
+    """Raises ``ForbiddenError`` for a request that a browser sends for a page of another site, unless the site is
+    allowed or there are API keys, which such a page does not have.
+
+    The page could not read the answer, but its requests would keep the server busy.
+    """
+    if options.api_keys or headers.get("sec-fetch-site") != "cross-site":
+        return
+    if not {"*", headers.get("origin")}.intersection(options.allow_origins):
+        raise ForbiddenError(
+            "a page of another site sent this request, and this server has no keys; --allow-origin SITE lets the pages "
+            "of a site call it"
+        )
 
 
 def _check_encoding(headers: Headers) -> None:

@@ -7,10 +7,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from fastgen.serving.admission.json_limits import FREE_BYTES, parse_json
+from fastgen.serving.http.errors import NOT_JSON, is_json
+from fastgen.serving.refusals import BadRequestError, RefusedError
 
 # The key in ``scope["state"]`` of a body that is already parsed.
 PARSED = "parsed_json"
@@ -20,7 +23,12 @@ class JsonRequest(Request):
     """A request that parses its body by :func:`parse_json`."""
 
     async def json(self) -> Any:
-        """Returns the parsed body. Raises ``json.JSONDecodeError``."""
+        """Returns the parsed body. Raises ``json.JSONDecodeError``, or ``BadRequestError`` if its type is not JSON's.
+
+        FastAPI checks the type too, but its older versions take a body without one.
+        """
+        if not is_json(self.headers.get("content-type")):
+            raise BadRequestError(NOT_JSON)
         state = self.scope.setdefault("state", {})
         if PARSED not in state:
             body = await self.body()
@@ -33,10 +41,17 @@ class JsonRequest(Request):
 class JsonRoute(APIRoute):
     """A route that gets a :class:`JsonRequest`."""
 
+    request_class: type[JsonRequest] = JsonRequest
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
-            return await handle(JsonRequest(request.scope, request.receive))
+            try:
+                return await handle(self.request_class(request.scope, request.receive))
+            except HTTPException as error:
+                if isinstance(error.__cause__, RefusedError):  # of the body, which FastAPI gives an error of its own
+                    raise error.__cause__ from None
+                raise
 
         return handle_json

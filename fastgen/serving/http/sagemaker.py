@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from fastgen.runtime.requests.outputs import GenerationOutput, Logprobs
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.serving.http.errors import ERRORS, NOT_JSON, invalid_request, is_json, not_json
+from fastgen.serving.http.errors import ERRORS, invalid_request, not_json
 from fastgen.serving.http.generate import naming_the_field
 from fastgen.serving.http.json_route import PARSED, JsonRoute
 from fastgen.serving.http.openai.answers import finish_of
@@ -136,8 +136,6 @@ def sagemaker_routes(service: Service) -> APIRouter:
     )
     async def invocations(request: Request) -> Response:
         """Answers a request of OpenAI, or of LMI and TGI."""
-        if not is_json(request.headers.get("content-type")):
-            raise BadRequestError(NOT_JSON)
         try:
             body = await request.json()
         except json.JSONDecodeError as error:

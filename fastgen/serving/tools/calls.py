@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastgen.serving.tools.formats import NamedCall, ObjectCall, ToolFormat
 
@@ -25,6 +25,8 @@ class Content:
     """Text that is not part of a call."""
 
     text: str
+    # How many characters of the answer come before it.
+    begin: int = field(default=0, compare=False)
 
 
 @dataclass
@@ -70,6 +72,8 @@ class ToolCallParser:
         self._at = 0
         # Text read before ``_text``, of a call that may still turn out not to be one.
         self._held: list[str] = []
+        # How many characters of the answer come before these.
+        self._begin = 0
         # How many characters of ``_held`` and ``_text`` are the opening.
         self._num_opening = 0
         self._is_over = False
@@ -224,7 +228,8 @@ class ToolCallParser:
     def _emit_content(self, size: int) -> None:
         """Emits the first ``size`` characters of the unread text as content."""
         if size:
-            self._emit(Content(self._text[:size]))
+            self._emit(Content(self._text[:size], self._begin))
+            self._begin += size
             self._text = self._text[size:]
 
     def _emit_begin(self, name: str) -> None:
@@ -249,6 +254,7 @@ class ToolCallParser:
 
     def _discard_read(self) -> None:
         """Discards the text read so far: it has been emitted, or is not needed."""
+        self._begin += sum(map(len, self._held)) + self._at
         self._held.clear()
         self._num_opening = 0
         self._text = self._text[self._at :]
@@ -257,6 +263,7 @@ class ToolCallParser:
     def _undo_reading(self) -> None:
         """Undoes the reading of a failed call: its opening becomes content, and the rest is read again."""
         self._text = "".join(self._held) + self._text
+        self._held.clear()
         self._at = 0
         num_opening = self._num_opening
         self._discard_read()

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.response_format import COMPACT_JSON_OPTIONS, JSON_OPTIONS, OPTIONS_KEY, ResponseFormat
 from fastgen.serving.tools.formats import NamedCall, ToolFormat
 
@@ -36,7 +37,7 @@ def tool_grammar(
 
     If calls are not required, text may come before them or instead of them. The text has the format ``content``, if
     that is given. ``special_ids`` has the tokenizer's special tokens by spelling; they are not text. With
-    ``is_compact`` arguments have no whitespace.
+    ``is_compact`` arguments have no whitespace. Raises ``InvalidArgumentError`` for parameters that cannot be followed.
     """
     write = _Writer(special_ids)
     tail = _section_tail(tool_format, write, is_parallel=is_parallel)
@@ -77,7 +78,12 @@ def _call_rules(tool_format: ToolFormat, tools: Sequence[ToolSchema], write: _Wr
             before, after = f'{{"{call.name_key}": "{tool.name}", "{call.arguments_key}": ', "}"
         rules.append(f"call_{number}: {write(before)} arguments_{number} {write(after)}")
         parameters = {"type": "object", **(tool.parameters or _NO_ARGUMENTS)}
-        rules.append(f"arguments_{number}: %json {_schema(parameters, is_compact)}")
+        schema = _schema(parameters, is_compact)
+        try:
+            ResponseFormat("json_schema", schema)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{error} (in the parameters of {tool.name})") from None
+        rules.append(f"arguments_{number}: %json {schema}")
     return rules
 
 

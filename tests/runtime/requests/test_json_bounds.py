@@ -11,7 +11,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.requests.response_format import parse_response_format
+from fastgen.runtime.requests.response_format import ResponseFormat, parse_response_format
 
 NUMBERS = [-2, -1.5, -1, -0.5, -0.25, 0, 0.25, 0.5, 1, 1.5, 2, 2.5, 10, 10.5]
 TEXTS = [*map(str, NUMBERS), "-0", "0.0", "1.0", "0.1", "0.9", "-0.1", "1.1", "9", "2.1", "-1.9", "10.1", "3"]
@@ -92,3 +92,48 @@ def test_what_cannot_be_followed_is_refused_wherever_it_stands(schema: dict[str,
 )
 def test_what_is_followed_is_taken(schema: dict[str, Any]) -> None:
     assert json.loads(schema_format(schema).text) == schema
+
+
+NOT_FOLLOWED = '{"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}'
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", NOT_FOLLOWED),
+        ("json_schema", " \n" + NOT_FOLLOWED),
+        ("json_schema", NOT_FOLLOWED.replace("exclusiveM", "exclusive\\u004d").replace("max", "m\\u0061x")),
+        ("grammar", f'start: "a" %json {{"type": "number"}} | %json\n{NOT_FOLLOWED}'),
+    ],
+)
+def test_a_format_is_refused_however_it_comes(kind: Any, text: str) -> None:
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match=r"^response_format: exclusiveMinimum 0 .*give a minimum"):
+            ResponseFormat(kind, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"minimum": 1' + "0" * 400 + ', "maximum": 0.5}',
+        '{"minimum": 0, "exclusiveMinimum": -1e999, "maximum": 0.5}',
+        '{"minimum": 0',
+        '{"minimum": ' + "[" * 100_000,
+    ],
+)
+def test_what_the_library_cannot_read_is_left_to_it(text: str) -> None:
+    assert ResponseFormat("json_schema", text).text == text
+    grammar = LLMatcher.grammar_from_json_schema(text)
+    assert LLMatcher(LLTokenizer("byte"), grammar, log_level=0).is_error()
+
+
+def test_a_grammar_may_have_the_mark_of_a_schema_in_a_text() -> None:
+    ResponseFormat("grammar", 'start: "%json minimum" | "%json"')
+
+
+def test_a_format_that_is_made_again_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = '{"type": "number", "minimum": 77, "maximum": 777}'
+    ResponseFormat("json_schema", text)
+    monkeypatch.setattr(json, "JSONDecoder", lambda: pytest.fail("it was read"))
+    ResponseFormat("json_schema", text)
+    ResponseFormat("json_schema", '{"type": "string"}')

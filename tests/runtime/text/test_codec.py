@@ -11,6 +11,7 @@ import pytest
 
 from fastgen.errors import CheckpointError, InvalidArgumentError, PromptTooLongError
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.text import codec as module
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.runtime.text.tokenizer_checks import growth_of
 from tests.runtime.checkpoints import save_tokenizer
@@ -215,6 +216,17 @@ def test_a_tokenizer_with_a_token_of_a_huge_text_is_refused(tmp_path: Path) -> N
     file.write_text(json.dumps(tokenizer))
     with pytest.raises(CheckpointError, match="has 5000 characters; at most 4096"):
         codec_of(tmp_path)
+
+
+def test_the_text_of_ids_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token may have thousands of characters, and a request a million ids."""
+    save_tokenizer(tmp_path)
+    codec = codec_of(tmp_path)
+    ids = codec.encode("the cat")
+    monkeypatch.setattr(module, "MAX_TEXT_CHARACTERS", 14)
+    assert codec.decode(ids * 2) == "the catthe cat"
+    with pytest.raises(InvalidArgumentError, match=f"text of {3 * len(ids)} token ids has more than 14 characters"):
+        codec.decode(ids * 3)
 
 
 @pytest.mark.parametrize(

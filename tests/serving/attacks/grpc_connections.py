@@ -1,5 +1,5 @@
-"""Attacks on the gRPC port that ask for nothing: connections and calls that are opened and then left alone, and calls
-whose large requests never end.
+"""Attacks on the gRPC port that ask for nothing: connections and calls that are opened and then left alone, calls whose
+large requests never end, and calls whose answers are never read.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ ENDS = {
     "/grpc.health.v1.Health/Watch": [_LATE, _TOO_MANY],
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": [_LATE, _TOO_MANY],
 }
+
+# Methods that answer an empty request.
+READABLE = ("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch")
 
 # Bytes of a large request, and of what a server takes of one before it receives it.
 LARGE, WINDOW = 1 << 20, 1 << 16
@@ -81,6 +84,18 @@ async def unfinished_requests(target: Target, size: int) -> None:
             call.leave()
 
 
+async def unread_answers(target: Target, size: int) -> None:
+    """Makes ``size`` calls of each method whose answers are not read, while pings are answered. Each must be ended."""
+    calls = [await PartialCall.open(str(target.grpc), method, reads=False) for method in READABLE for _ in range(size)]
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*(call.send(0, 0) for call in calls))
+            await asyncio.gather(*(call.until_over() for call in calls))
+    finally:
+        for call in calls:
+            call.leave()
+
+
 async def _until_closed(target: Target, size: int, sent: bytes) -> None:
     host, _, port = str(target.grpc).rpartition(":")
 
@@ -103,4 +118,5 @@ ATTACKS = {
     "connections_without_calls": Attack(connections_without_calls, 40, 500),
     "calls_without_requests": Attack(calls_without_requests, 10, 200),
     "unfinished_requests": Attack(unfinished_requests, 40, 100),
+    "unread_answers": Attack(unread_answers, 10, 200),
 }

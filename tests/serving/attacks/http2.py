@@ -1,4 +1,4 @@
-"""Calls by gRPC, frame by frame, so that they may send a part of a request."""
+"""Calls by gRPC, frame by frame, so that they may send a part of a request, and read no answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Self
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # with empty SETTINGS
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+PREFACE = _PREFACE + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # with empty SETTINGS
 # Kinds of frames, and their flags.
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 _ACK, _END_STREAM, _END_HEADERS = 1, 1, 4
@@ -17,10 +18,13 @@ _WINDOW = 65_535
 
 
 class PartialCall:
-    """One call, on a connection of its own (RFC 9113), that sends only as much as the server takes."""
+    """One call, on a connection of its own (RFC 9113), that sends only as much as the server takes.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self._reader, self._writer = reader, writer
+    With ``reads`` false it takes nothing of an answer. With ``pongs`` false it answers no ping.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, pongs: bool = True):
+        self._reader, self._writer, self._pongs = reader, writer, pongs
         # What the server takes now: on the connection, and in the call.
         self._windows = {0: _WINDOW, 1: _WINDOW}
         self._initial_window = _WINDOW
@@ -30,18 +34,29 @@ class PartialCall:
         self._listening = asyncio.create_task(self._listen())
 
     @classmethod
-    async def open(cls, address: str, method: str) -> Self:
-        """Calls ``method`` of the server at ``address``."""
+    async def open(
+        cls, address: str, method: str, *, encoding: str | None = None, reads: bool = True, pongs: bool = True
+    ) -> Self:
+        """Calls ``method`` of the server at ``address``. Requests are compressed as ``encoding`` says."""
         host, _, port = address.rpartition(":")
-        call = cls(*await asyncio.open_connection(host, int(port)))
+        call = cls(*await asyncio.open_connection(host, int(port)), pongs=pongs)
         fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", method.encode()), (b":authority", b"a")]
         fields += [(b"te", b"trailers"), (b"content-type", b"application/grpc")]
-        call._writer.write(PREFACE + _frame(_HEADERS, _END_HEADERS, 1, _literal(fields)))
+        if encoding is not None:
+            fields.append((b"grpc-encoding", encoding.encode()))
+        preface = PREFACE if reads else _PREFACE + _frame(_SETTINGS, 0, 0, _setting(_INITIAL_WINDOW_SIZE, 0))
+        call._writer.write(preface + _frame(_HEADERS, _END_HEADERS, 1, _literal(fields)))
         return call
 
     async def send(self, size: int, num_bytes: int) -> None:
         """Begins a request of ``size`` bytes and sends ``num_bytes`` of it, until the call is over."""
-        left = b"\0" + size.to_bytes(4, "big") + bytes(num_bytes)
+        await self._send(b"\0" + size.to_bytes(4, "big") + bytes(num_bytes))
+
+    async def send_request(self, request: bytes, *, is_compressed: bool = False) -> None:
+        """Sends a whole request, until the call is over."""
+        await self._send(bytes([is_compressed]) + len(request).to_bytes(4, "big") + request)
+
+    async def _send(self, left: bytes) -> None:
         while left and not self.is_over:
             num_taken = min(_MAX_FRAME, len(left), *self._windows.values())
             if num_taken <= 0:
@@ -83,7 +98,7 @@ class PartialCall:
                     self._windows[1] += size - self._initial_window
                     self._initial_window = size
             self._writer.write(_frame(_SETTINGS, _ACK, 0, b""))
-        elif kind == _PING and not flags & _ACK:
+        elif kind == _PING and not flags & _ACK and self._pongs:
             self._writer.write(_frame(_PING, _ACK, 0, content))
         elif kind in (_RST_STREAM, _GOAWAY) or (kind == _HEADERS and flags & _END_STREAM):
             self.is_over = True
@@ -91,6 +106,10 @@ class PartialCall:
 
 def _frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:
     return len(content).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + content
+
+
+def _setting(number: int, value: int) -> bytes:
+    return number.to_bytes(2, "big") + value.to_bytes(4, "big")
 
 
 def _literal(fields: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -65,14 +65,15 @@ async def pages_of_other_sites(target: Target, size: int) -> None:
     for _ in range(size):
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a", ""):
             for path in _PATHS:
-                client = await RawClient.connect(target.http)
-                lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}"]
-                lines += ["origin: https://evil.example", "sec-fetch-site: cross-site"]
-                lines += [f"content-type: {kind}"] if kind else []
-                client.writer.write("\r\n".join([*lines, "", ""]).encode() + body)
-                status, _ = await client.head()
-                client.leave()
-                assert status == 400, (kind, path)
+                for site, expected in (("sec-fetch-site: cross-site", 403), ("x-older: browser", 400)):
+                    client = await RawClient.connect(target.http)
+                    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}"]
+                    lines += ["origin: https://evil.example", site]
+                    lines += [f"content-type: {kind}"] if kind else []
+                    client.writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+                    status, _ = await client.head()
+                    client.leave()
+                    assert status == expected, (kind, path)
 
 
 async def half_characters(target: Target, size: int) -> None:

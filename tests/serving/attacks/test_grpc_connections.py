@@ -9,9 +9,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from fastgen.serving.grpc import connections
 from fastgen.serving.grpc.connections import num_connections
 from tests.serving.attacks.grpc_connections import ATTACKS
 from tests.serving.attacks.harness import Target
+from tests.serving.attacks.http2 import PartialCall
 from tests.serving.refusing import Refusing, served
 
 WAIT_S = 20.0
@@ -22,6 +24,7 @@ ENDED_BY = {
     "connections_without_calls": "keep_alive_s",
     "calls_without_requests": "body_timeout_s",
     "unfinished_requests": "keep_alive_s",
+    "unread_answers": "write_timeout_s",
 }
 
 
@@ -38,10 +41,28 @@ async def until_open(port: int, number: int) -> None:
 @pytest.mark.parametrize("name", ATTACKS)
 def test_what_asks_for_nothing_is_ended(name: str) -> None:
     async def run() -> None:
-        limits = {"header_timeout_s": 600.0, "keep_alive_s": 600.0, "body_timeout_s": 600.0, ENDED_BY[name]: SHORT_S}
+        limits = dict.fromkeys(("header_timeout_s", "keep_alive_s", "body_timeout_s", "write_timeout_s"), 600.0)
+        limits[ENDED_BY[name]] = SHORT_S
         async with served(Refusing(), **limits) as address:
             await ATTACKS[name].run(Target("", address), ATTACKS[name].small)
             await until_open(port_of(address), 0)
+
+    asyncio.run(run())
+
+
+def test_a_connection_without_a_sign_of_life_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_PING_TIMEOUT_S", SHORT_S / 2)
+
+    async def run() -> None:
+        async with asyncio.timeout(WAIT_S), served(Refusing(), write_timeout_s=SHORT_S / 2) as address:
+            silent, alive = [
+                await PartialCall.open(address, "/fastgen.v1.Generation/Generate", pongs=pongs)
+                for pongs in (False, True)
+            ]
+            await silent.until_over()
+            await asyncio.sleep(SHORT_S)
+            assert not alive.is_over
+            alive.leave()
 
     asyncio.run(run())
 

@@ -11,7 +11,6 @@ from starlette.responses import Response
 from fastgen.runtime.requests.outputs import FinishReason, GenerationOutput
 from fastgen.serving.answers import Update
 from fastgen.serving.http.errors import ERRORS
-from fastgen.serving.http.json_route import JsonRoute
 from fastgen.serving.http.openai.answers import (
     AssistantAnswer,
     ChatChoice,
@@ -26,6 +25,7 @@ from fastgen.serving.http.openai.answers import (
 )
 from fastgen.serving.http.openai.conversations import PreparedChat
 from fastgen.serving.http.openai.formats import naming_format
+from fastgen.serving.http.openai.json_texts import ConversationRoute
 from fastgen.serving.http.openai.logprobs import chat_logprobs
 from fastgen.serving.http.openai.requests import ChatRequest
 from fastgen.serving.http.openai.run import (
@@ -46,7 +46,7 @@ from fastgen.serving.tools.formats import ToolFormat
 
 def chat_routes(service: Service, tool_format: ToolFormat | None) -> APIRouter:
     """Returns the route, for ``service``. ``tool_format`` overrides the format that the chat template implies."""
-    router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
+    router = APIRouter(route_class=ConversationRoute, tags=["OpenAI"])
 
     @router.post(
         "/v1/chat/completions",
@@ -56,7 +56,8 @@ def chat_routes(service: Service, tool_format: ToolFormat | None) -> APIRouter:
     async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
         """Answer a conversation, rendered by the checkpoint's own chat template."""
         check_model(service, body.model)
-        chat = await PreparedChat.of(service, body, tool_format)
+        async with unless_gone(request):
+            chat = await PreparedChat.of(service, body, tool_format)
         writer = _Writer(service, body, chat.tools, len(chat.prompt_ids), f"chatcmpl-{request_id_of(request)}")
         with naming_format(chat.format_field):
             batch = await chat.submit(service, request, is_stream=bool(body.stream))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.outputs import GenerationOutput, Logprobs
+from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.answers import TextRules, Update
 from fastgen.serving.http.errors import ERRORS
 from fastgen.serving.http.json_route import JsonRoute
@@ -37,6 +40,7 @@ from fastgen.serving.http.openai.run import (
 from fastgen.serving.http.openai.sampling import completion_sampling
 from fastgen.serving.http.openai.text_rules import num_kept, text_rules, with_special_stops
 from fastgen.serving.http.streaming import unless_gone
+from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Service
 
 
@@ -54,9 +58,10 @@ def completion_routes(service: Service) -> APIRouter:
         check_model(service, body.model)
         prompts, codec, facts = _prompts(body.prompt), service.codec, service.facts
         keep = num_kept(body, body.max_tokens or 1, facts.max_model_len)
-        prompt_ids = await encode_prompts(
-            service, prompts, add_special_tokens=body.add_special_tokens is not False, keep=keep
-        )
+        async with unless_gone(request):
+            prompt_ids = await encode_prompts(
+                service, prompts, add_special_tokens=body.add_special_tokens is not False, keep=keep
+            )
         if keep is not None:
             prompts = [*prompt_ids]  # what is echoed
         samplings = [
@@ -71,7 +76,11 @@ def completion_routes(service: Service) -> APIRouter:
         ]
         samplings = [with_special_stops(body, sampling, codec) for sampling in samplings]
         rules = text_rules(body, codec)
-        writer = _Writer(service, body, prompts, prompt_ids, rules, f"cmpl-{request_id_of(request)}")
+        try:
+            echoes = await asyncio.to_thread(_echoes, codec, prompts, prompt_ids) if body.echo else [""] * len(prompts)
+        except InvalidArgumentError as error:
+            raise BadRequestError(f"echo: {error}", param="echo") from error
+        writer = _Writer(service, body, prompts, prompt_ids, echoes, rules, f"cmpl-{request_id_of(request)}")
         is_stream = bool(body.stream)
         with naming_format(format_field(body)):
             batch = await Batch.submit(service, request, prompt_ids, samplings, is_stream=is_stream, rules=rules)
@@ -104,11 +113,12 @@ class _Writer:
         body: CompletionRequest,
         prompts: list[str | list[int]],
         prompt_ids: list[list[int]],
+        echoes: list[str],
         rules: TextRules,
         completion_id: str,
     ):
         self._codec, self._body = service.codec, body
-        self._prompts, self._prompt_ids, self._rules = prompts, prompt_ids, rules
+        self._prompts, self._prompt_ids, self._echoes, self._rules = prompts, prompt_ids, echoes, rules
         self._n = body.n or 1
         self._head: dict[str, Any] = {
             "id": completion_id,
@@ -116,7 +126,6 @@ class _Writer:
             "created": now(),
             "model": service.model_name,
         }
-        self._echoes = [self._echo(*each) if body.echo else "" for each in zip(prompts, prompt_ids, strict=True)]
         self._shows_answer = body.max_tokens != 0
         self._usage = StreamUsage(sum(map(len, prompt_ids)), counts_answer=self._shows_answer)
         self._logprobs: dict[int, CompletionLogprobsWriter] = {}
@@ -174,9 +183,6 @@ class _Writer:
         """Returns the chunk of a stream that reports the usage."""
         return self._completion([], self._usage.usage())
 
-    def _echo(self, prompt: str | list[int], ids: list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self._codec.decode(ids) if self._codec.has_tokenizer else ""
-
     def _start_logprobs(
         self, index: int, number: int, prompt_logprobs: list[Logprobs | None] | None
     ) -> CompletionLogprobs:
@@ -224,6 +230,12 @@ def _extend(logprobs: CompletionLogprobs, more: CompletionLogprobs) -> None:
     logprobs["token_logprobs"] += more["token_logprobs"]
     logprobs["top_logprobs"] += more["top_logprobs"]
     logprobs["text_offset"] += more["text_offset"]
+
+
+def _echoes(codec: TextCodec, prompts: list[str | list[int]], prompt_ids: list[list[int]]) -> list[str]:
+    """Returns the texts of ``prompts``. Those of a million token ids take seconds."""
+    decode = codec.decode if codec.has_tokenizer else lambda _: ""
+    return [prompt if isinstance(prompt, str) else decode(ids) for prompt, ids in zip(prompts, prompt_ids, strict=True)]
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -23,6 +22,7 @@ from fastgen.serving.http.openai.text_rules import num_kept, text_rules, with_sp
 from fastgen.serving.http.openai.tools import ChatTools, chat_tools, until_first_call
 from fastgen.serving.http.openai.tools import for_template as tools_for_template
 from fastgen.serving.http.openai.vllm import VllmChatFields
+from fastgen.serving.isolated import texts
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Service
 from fastgen.serving.tools.formats import ToolFormat
@@ -108,17 +108,18 @@ async def encode_chat(
     add_special_tokens: bool = False,
     keep: int | None = None,
 ) -> list[int]:
-    """Returns the token ids of a conversation, the last ``keep`` of them. Rendering and encoding run on another thread,
+    """Returns the token ids of a conversation, the last ``keep`` of them. Rendering and encoding run on other threads,
     because both may take long. ``fields`` say how it is rendered.
 
-    Raises ``BadRequestError`` if the template refuses the conversation or it leaves no room for an answer.
+    Raises ``BadRequestError`` if the template refuses the conversation or it leaves no room for an answer, and
+    ``OverloadedError`` if too many conversations wait. A call that is cancelled while it waits gives up its place.
     """
     codec = service.codec
     template = codec.chat_template(has_tools=tools is not None)
     plain = for_template(messages, has_developer_role="developer" in template)
     options = _template_options(fields, template, add_special_tokens=add_special_tokens)
     try:
-        prompt_ids = await asyncio.to_thread(codec.encode_chat, plain, tools, options)
+        prompt_ids = await texts.encode_chat(codec, plain, tools, options)
     except InvalidArgumentError as error:
         raise BadRequestError(f"messages: {error}"[:2000], param="messages", code=code_of(error)) from error
     if keep is not None:

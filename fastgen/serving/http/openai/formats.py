@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import Field, StringConstraints
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.runtime.requests.response_format import ResponseFormat, parse_response_format
+from fastgen.runtime.requests.response_format import MAX_CHARACTERS, ResponseFormat, parse_response_format
 from fastgen.serving.http.openai.validation import Strict, refused
 from fastgen.serving.refusals import BadRequestError
 
@@ -135,6 +135,10 @@ def _openais(given: Strict) -> Any:
 
 def _of_schema(schema: Schema) -> Any:
     if isinstance(schema, str):
+        if len(schema) > MAX_CHARACTERS:  # it is not even parsed
+            raise InvalidArgumentError(
+                f"response_format: the text has {len(schema)} characters; at most {MAX_CHARACTERS} are taken"
+            )
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:

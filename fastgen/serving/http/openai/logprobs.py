@@ -12,12 +12,32 @@ from fastgen.serving.http.openai.answers import ChatLogprobs, CompletionLogprobs
 IMPOSSIBLE = -9999.0
 
 
+class TokenOffsets:
+    """Finds where each token of one text begins in it. The first one begins at ``start``. ``context_ids`` are the
+    tokens before it, and ``spelled`` the special tokens that have a text. Without a tokenizer all begin at ``start``.
+    """
+
+    def __init__(
+        self, codec: TextCodec, spelled: Mapping[int, str], *, context_ids: Sequence[int] = (), start: int = 0
+    ):
+        self._offset = start
+        self._detokenizer = codec.new_detokenizer(context_ids, spelled=spelled) if codec.has_tokenizer else None
+
+    def next(self, token_ids: Sequence[int]) -> list[int]:
+        """Returns the offsets of the next tokens. A token that ends a character begins where the character does."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._offset)
+            if self._detokenizer is not None:
+                self._offset += len(self._detokenizer.append(token_id))
+        return offsets
+
+
 class CompletionLogprobsWriter:
     """Converts the log-probabilities of one choice: its tokens as text, each with its offset in the choice's text.
 
     Each position has the ``num_top`` most likely tokens and the chosen one. ``start`` is the offset of the first token:
-    after the prompt, if that is echoed. ``context_ids`` are the tokens before it, and ``spelled`` the special tokens
-    that have a text.
+    after the prompt, if that is echoed. ``context_ids`` and ``spelled`` are those of :class:`TokenOffsets`.
     """
 
     def __init__(
@@ -29,8 +49,8 @@ class CompletionLogprobsWriter:
         context_ids: Sequence[int] = (),
         start: int = 0,
     ):
-        self._codec, self._num_top, self._offset = codec, num_top, start
-        self._detokenizer = codec.new_detokenizer(context_ids, spelled=spelled) if codec.has_tokenizer else None
+        self._codec, self._num_top = codec, num_top
+        self._offsets = TokenOffsets(codec, spelled, context_ids=context_ids, start=start)
 
     def write(
         self, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None], end: int | None = None
@@ -38,11 +58,7 @@ class CompletionLogprobsWriter:
         """Returns the log-probabilities of the next tokens. No offset exceeds ``end``, where the text ends before a
         stop string.
         """
-        offsets = []
-        for token_id in token_ids:
-            offsets.append(self._offset if end is None else min(self._offset, end))
-            if self._detokenizer is not None:
-                self._offset += len(self._detokenizer.append(token_id))
+        offsets = self._offsets.next(token_ids)
         return {
             "tokens": [self._spelled(token_id) for token_id in token_ids],
             "token_logprobs": [
@@ -53,7 +69,7 @@ class CompletionLogprobsWriter:
                 None if each is None else self._by_spelling(each, token_id)
                 for token_id, each in zip(token_ids, logprobs, strict=True)
             ],
-            "text_offset": offsets,
+            "text_offset": offsets if end is None else [min(offset, end) for offset in offsets],
         }
 
     def _by_spelling(self, logprobs: Logprobs, actual_id: int) -> dict[str, float]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints
 from pydantic import Tag as Reading
 from pydantic_core import PydanticCustomError
+
+from fastgen.serving.http.openai.json_texts import ObjectText
 
 MAX_PARTS = 4096
 FunctionName = Annotated[str, StringConstraints(pattern="^[a-zA-Z0-9_-]{1,64}$")]
@@ -54,20 +55,6 @@ class UserMessage(_Part):
     role: Literal["user"]
     content: Content
     name: str | None = None
-
-
-def _arguments(text: str) -> str:
-    try:
-        is_object = text == "" or isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
-        raise PydanticCustomError("not_an_object", "must be a JSON object as text: templates render its members")
-    return text
-
-
-# Arguments of a call.
-ObjectText = Annotated[str, AfterValidator(_arguments)]
 
 
 class CalledFunction(_Part):
@@ -143,6 +130,10 @@ ToolChoice = Annotated[
 ]
 
 
+# They may be large, and are not copied.
+_ARGUMENTS: Any = {"tool_calls": {"__all__": {"function": {"arguments"}}}}
+
+
 def for_template(messages: list[Message], *, has_developer_role: bool) -> list[dict[str, Any]]:
     """Returns ``messages`` as chat templates expect them: the arguments of calls as objects, tool results with the
     names of their functions, and ``developer`` as ``system`` if the template has no such role.
@@ -153,17 +144,17 @@ def for_template(messages: list[Message], *, has_developer_role: bool) -> list[d
 
 def _for_template(message: Message, has_developer_role: bool, names: dict[str, str]) -> dict[str, Any]:
     """Converts one message. ``names`` are the names of the functions called so far, by the ids of the calls."""
-    plain = message.model_dump(exclude_none=True)
+    plain = message.model_dump(exclude_none=True, exclude=_ARGUMENTS)
     plain.pop("annotations", None)
     plain.setdefault("content", "")
     if plain["role"] == "developer" and not has_developer_role:
         plain["role"] = "system"
     if plain.get("tool_calls") == []:
         del plain["tool_calls"]  # templates would take it for calls
-    for call in plain.get("tool_calls", ()):
-        function = call["function"]
-        function["arguments"] = json.loads(function["arguments"] or "{}")
-        names[call["id"]] = function["name"]
+    if isinstance(message, AssistantMessage):
+        for call, given in zip(plain.get("tool_calls", ()), message.tool_calls or (), strict=True):
+            call["function"]["arguments"] = given.function.arguments
+            names[given.id] = given.function.name
     if plain["role"] == "tool" and plain["tool_call_id"] in names:
         plain.setdefault("name", names[plain["tool_call_id"]])
     return plain

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
+from starlette.responses import Response
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.http.errors import ERRORS
-from fastgen.serving.http.json_route import JsonRoute
 from fastgen.serving.http.openai.answers import Detokenized, Model, Models, Tokenized, Version
 from fastgen.serving.http.openai.conversations import encode_chat
+from fastgen.serving.http.openai.json_texts import ConversationRoute
 from fastgen.serving.http.openai.requests import DetokenizeRequest, TokenizeRequest
-from fastgen.serving.http.openai.run import check_model, now
+from fastgen.serving.http.openai.run import check_model, json_response, now
 from fastgen.serving.http.openai.tools import for_template
 from fastgen.serving.http.openai.vllm import VllmChatFields
+from fastgen.serving.http.streaming import unless_gone
+from fastgen.serving.isolated.texts import encode_text
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Service
 
 
 def model_routes(service: Service, version: str) -> APIRouter:
     """Returns the routes, for ``service``."""
-    router = APIRouter(route_class=JsonRoute, tags=["models"])
+    router = APIRouter(route_class=ConversationRoute, tags=["models"])
     created = now()
 
     def model() -> Model:
@@ -50,34 +51,37 @@ def model_routes(service: Service, version: str) -> APIRouter:
         return {"version": version}
 
     @router.post("/tokenize", responses=ERRORS)
-    async def tokenize(body: TokenizeRequest) -> Tokenized:
+    async def tokenize(request: Request, body: TokenizeRequest) -> Tokenized:
         """The token ids of a text, or of a conversation as the chat template renders it."""
+        async with unless_gone(request):
+            tokens = await token_ids(body)
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.facts.max_model_len}
+
+    async def token_ids(body: TokenizeRequest) -> list[int]:
         check_model(service, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise BadRequestError("give prompt or messages, one of them", param="prompt")
         if body.messages is not None:
-            tokens = await encode_chat(
+            return await encode_chat(
                 service, body.messages, for_template(body.tools), body, add_special_tokens=bool(body.add_special_tokens)
             )
-        else:
-            for name in ("tools", *VllmChatFields.model_fields):
-                if getattr(body, name) is not None:
-                    raise BadRequestError(f"{name} goes with messages only", param=name)
-            assert body.prompt is not None
-            try:
-                tokens = await asyncio.to_thread(
-                    service.codec.encode_text, body.prompt, add_special_tokens=body.add_special_tokens is not False
-                )
-            except InvalidArgumentError as error:
-                raise BadRequestError(str(error), param="prompt") from error
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.facts.max_model_len}
+        for name in ("tools", *VllmChatFields.model_fields):
+            if getattr(body, name) is not None:
+                raise BadRequestError(f"{name} goes with messages only", param=name)
+        assert body.prompt is not None
+        try:
+            return await encode_text(
+                service.codec, body.prompt, add_special_tokens=body.add_special_tokens is not False
+            )
+        except InvalidArgumentError as error:
+            raise BadRequestError(str(error), param="prompt") from error
 
-    @router.post("/detokenize", responses=ERRORS)
-    async def detokenize(body: DetokenizeRequest) -> Detokenized:
+    @router.post("/detokenize", response_model=Detokenized, responses=ERRORS)
+    async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids. Special tokens have no text."""
         check_model(service, body.model)
         try:
-            return {"prompt": await asyncio.to_thread(service.codec.decode, body.tokens)}
+            return await json_response(lambda: {"prompt": service.codec.decode(body.tokens)}, is_large=True)
         except InvalidArgumentError as error:
             raise BadRequestError(str(error), param="tokens") from error
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, StringConstraints, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from fastgen.serving.admission.request_limits import MAX_BEAMS, MAX_N, MAX_TOKEN_IDS
+from fastgen.serving.admission.request_limits import MAX_BEAMS, MAX_MESSAGES, MAX_N, MAX_TOKEN_IDS
 from fastgen.serving.http.openai.formats import AnyFormat
 from fastgen.serving.http.openai.messages import Message, Tool, ToolChoice, few_parts
 from fastgen.serving.http.openai.validation import (
@@ -26,7 +26,6 @@ from fastgen.serving.http.openai.vllm import VllmChatFields, VllmFields
 MAX_PROMPTS = 2048
 MAX_STOP_STRINGS = 4
 MAX_LOGIT_BIAS = 1024
-MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 
 

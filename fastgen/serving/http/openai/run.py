@@ -18,6 +18,7 @@ from fastgen.errors import InvalidArgumentError, PromptTooLongError
 from fastgen.runtime.requests.outputs import GenerationOutput
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.admission.request_limits import (
+    MANY_VALUES,
     MAX_CALL_ANSWERS,
     MAX_SESSION_LENGTH,
     SESSION_HEADER,
@@ -28,6 +29,7 @@ from fastgen.serving.http.errors import failure_body
 from fastgen.serving.http.openai.answers import Usage
 from fastgen.serving.http.openai.sampling import named_refusal
 from fastgen.serving.http.streaming import EventStream, unless_gone
+from fastgen.serving.isolated.queue import in_turn
 from fastgen.serving.refusals import BadRequestError, UnknownModelError
 from fastgen.serving.service import Running, Service
 
@@ -90,8 +92,8 @@ class Batch:
 
     @property
     def is_large(self) -> bool:
-        """Returns whether the answers may be so large that they must not be encoded in one piece."""
-        return any(running.is_large for running in self._running)
+        """Returns whether so much has come that the answers must not be encoded in one piece."""
+        return sum(running.size for running in self._running) > MANY_VALUES
 
     async def __aenter__(self) -> Self:
         return self
@@ -107,8 +109,12 @@ class Batch:
 
     async def outputs(self) -> list[GenerationOutput]:
         """Returns all answers, in the order of the prompts."""
+        outputs = []
         with _in_openai_names():
-            return [await running.output() for running in self._running]
+            for running in self._running:
+                outputs.append(await running.output())
+                await asyncio.sleep(0)  # several may have ended, and their tokens take time to decode
+        return outputs
 
     async def updates(self) -> AsyncGenerator[list[tuple[int, Update]], None]:
         """Yields the progress, each update with the number of its prompt."""
@@ -297,7 +303,7 @@ async def encode_prompts(
     keep: int | None = None,
 ) -> list[list[int]]:
     """Returns the token ids of each prompt, the last ``keep`` of them, which leave room for an answer. Raises
-    ``BadRequestError`` about ``param``.
+    ``BadRequestError`` about ``param``, and ``OverloadedError`` if too many texts wait to be encoded.
     """
 
     def encode_one(prompt: str | list[int]) -> list[int]:
@@ -310,7 +316,8 @@ async def encode_prompts(
 
     try:
         is_long = sum(map(len, prompts)) + _EACH_PROMPT * len(prompts) >= _LONG_PROMPTS
-        encoded = await asyncio.to_thread(encode) if is_long or service.codec.waits_to_encode else encode()
+        waits = is_long or service.codec.waits_to_encode
+        encoded = await in_turn(service.codec.encode_plain, encode) if waits else encode()
     except InvalidArgumentError as error:
         raise BadRequestError(str(error), param=param, code=code_of(error)) from error
     for prompt_ids in encoded:
@@ -328,15 +335,15 @@ def check_prompt(service: Service, prompt_ids: list[int], param: str) -> None:
     facts = service.facts
     if not prompt_ids:
         raise BadRequestError(f"{param}: a prompt needs at least one token", param=param)
-    if max(prompt_ids) >= facts.vocab_size:
-        raise BadRequestError(
-            f"{param} holds token id {max(prompt_ids)}; the model's ids are 0 to {facts.vocab_size - 1}", param=param
-        )
     if len(prompt_ids) >= facts.max_model_len:
         raise BadRequestError(
             f"{param} has {len(prompt_ids)} tokens; the model takes {facts.max_model_len}, the answer's included",
             param=param,
             code="context_length_exceeded",
+        )
+    if max(prompt_ids) >= facts.vocab_size:
+        raise BadRequestError(
+            f"{param} holds token id {max(prompt_ids)}; the model's ids are 0 to {facts.vocab_size - 1}", param=param
         )
 
 

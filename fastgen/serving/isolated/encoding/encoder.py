@@ -8,12 +8,15 @@ import msgspec
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.isolated.processes import HelperEndedError, HelperProcesses
+from fastgen.serving.isolated.queue import ByHelpers, WorkQueue
 
 # Processor time to encode a text. That is enough for about a million tokens.
 MAX_CPU_S = 2.0
 # Memory of the process beyond what it has at its start.
 MAX_MEMORY_BYTES = 1 << 30
 MAX_PROCESSES = 4
+# Texts that may wait for a process.
+MAX_WAITING = 1024
 
 
 class Text(msgspec.Struct, array_like=True):
@@ -43,8 +46,12 @@ class TextEncoder:
         self.processes = HelperProcesses(
             "fastgen.serving.isolated.encoding.process", beginning, max_processes=MAX_PROCESSES
         )
+        queue = WorkQueue(
+            "texts wait to be encoded", max_running=MAX_PROCESSES, max_waiting=MAX_WAITING, retry_after_s=MAX_CPU_S
+        )
+        self.encode = ByHelpers(self._encode, queue)
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Returns the token ids. Raises ``InvalidArgumentError`` if it takes too long."""
         try:
             answer = self.processes.ask(msgspec.msgpack.encode(Text(text, add_special_tokens)))

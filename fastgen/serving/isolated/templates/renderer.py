@@ -10,6 +10,7 @@ import msgspec
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.text.prompts import TemplateOptions
 from fastgen.serving.isolated.processes import HelperEndedError, HelperProcesses
+from fastgen.serving.isolated.queue import ByHelpers, WorkQueue
 
 # Processor time to render a conversation.
 MAX_CPU_S = 2.0
@@ -18,6 +19,8 @@ MAX_MEMORY_BYTES = 512 << 20
 # Longest text of a rendered conversation.
 MAX_CHARACTERS = 1 << 24
 MAX_PROCESSES = 4
+# Conversations that may wait for a process. Most take about a millisecond.
+MAX_WAITING = 1024
 
 
 class Conversation(msgspec.Struct, array_like=True):
@@ -49,8 +52,15 @@ class TemplateRenderer:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self.processes = HelperProcesses("fastgen.serving.isolated.templates.process", max_processes=MAX_PROCESSES)
+        queue = WorkQueue(
+            "conversations wait to be rendered",
+            max_running=MAX_PROCESSES,
+            max_waiting=MAX_WAITING,
+            retry_after_s=MAX_CPU_S,
+        )
+        self.render = ByHelpers(self._render, queue)
 
-    def render(
+    def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,

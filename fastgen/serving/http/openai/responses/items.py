@@ -9,12 +9,13 @@ from pydantic import BeforeValidator, Discriminator, Field
 from pydantic import Tag as Reading
 from pydantic_core import PydanticCustomError
 
+from fastgen.serving.admission.request_limits import MAX_MESSAGES
+from fastgen.serving.http.openai.json_texts import ObjectText
 from fastgen.serving.http.openai.messages import (
     MAX_PARTS,
     AssistantMessage,
     CalledFunction,
     Message,
-    ObjectText,
     SystemMessage,
     TextPart,
     ToolCall,
@@ -22,7 +23,6 @@ from fastgen.serving.http.openai.messages import (
     UserMessage,
     few_parts,
 )
-from fastgen.serving.http.openai.requests import MAX_MESSAGES
 from fastgen.serving.http.openai.validation import Label, Strict
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -170,7 +170,7 @@ def messages_of(instructions: str | None, given: str | Sequence[Any]) -> list[Me
 
 def _add_call(message: Message, item: FunctionCall) -> None:
     assert isinstance(message, AssistantMessage)
-    function = CalledFunction(name=item.name, arguments=item.arguments)
+    function = CalledFunction.model_construct(name=item.name, arguments=item.arguments)  # they are parsed already
     message.tool_calls = [*(message.tool_calls or ()), ToolCall(id=item.call_id, type="function", function=function)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from fastgen.serving.http.openai.answers import ContentLogprob
@@ -23,13 +24,20 @@ class OutputWriter:
         self._is_parallel = tools is None or tools.is_parallel
         self.items: list[OutputMessage | OutputCall] = []
         self._open: OutputMessage | OutputCall | None = None
-        # Log-probabilities of tokens whose text was not written yet.
-        self._logprobs: list[ContentLogprob] = []
+        # Log-probabilities of tokens that belong to no item yet, each with the place in the answer where its token
+        # begins.
+        self._logprobs: list[tuple[int, ContentLogprob]] = []
+        self._num_written = 0  # characters
         # Whether the only allowed call is complete; anything after it is ignored.
         self.has_ended = False
 
-    def write(self, text: str, logprobs: list[ContentLogprob], *, is_last: bool) -> list[dict[str, Any]]:
-        """Adds the next piece of the answer's text."""
+    def write(
+        self, text: str, logprobs: Iterable[tuple[int, ContentLogprob]], *, is_last: bool
+    ) -> list[dict[str, Any]]:
+        """Adds the next piece of the answer's text, and the log-probabilities of the next tokens, each with the number
+        of characters of the answer before its token. A token's belong to the message in which it begins; those of
+        calls are left out.
+        """
         if self.has_ended:
             return []
         self._logprobs += logprobs
@@ -38,6 +46,7 @@ class OutputWriter:
             events += self._piece(piece)
             if self.has_ended:
                 break
+        self._num_written += len(text)
         return events
 
     def finish(self, status: _Status) -> list[dict[str, Any]]:
@@ -45,18 +54,20 @@ class OutputWriter:
         answer without any item gets an empty message.
         """
         events = [] if self.items else self._begin_message()
+        if self._open is not None and self._open["type"] == "message":
+            self._open["content"][0]["logprobs"] += self._take_logprobs()  # such as of the token that ends the text
         is_inside_call = self._open is not None and self._open["type"] == "function_call"
         return events + self._end("incomplete" if is_inside_call else status)
 
     def _pieces(self, text: str, is_last: bool) -> list[Event]:
         if self._parser is None:
-            return [Content(text)] if text else []
+            return [Content(text, self._num_written)] if text else []
         return self._parser.feed(text) + (self._parser.finish() if is_last else [])
 
     def _piece(self, piece: Event) -> list[dict[str, Any]]:
         match piece:
             case Content():
-                return self._text(piece.text)
+                return self._text(piece)
             case CallBegins():
                 return [*self._end("completed"), *self._begin_call(piece.name)]
             case Arguments():
@@ -65,17 +76,24 @@ class OutputWriter:
                 self.has_ended = not self._is_parallel
                 return self._end("completed")
 
-    def _text(self, text: str) -> list[dict[str, Any]]:
+    def _text(self, content: Content) -> list[dict[str, Any]]:
         events = []
         if self._open is None or self._open["type"] != "message":
             events = [*self._end("completed"), *self._begin_message()]
         assert self._open is not None
         assert self._open["type"] == "message"
         (part,) = self._open["content"]
-        part["text"] += text
-        logprobs, self._logprobs = self._logprobs, []
+        part["text"] += content.text
+        self._take_logprobs(content.begin)  # of a call before it
+        logprobs = self._take_logprobs(content.begin + len(content.text))
         part["logprobs"] += logprobs
-        return [*events, self._event("output_text.delta", content_index=0, delta=text, logprobs=logprobs)]
+        return [*events, self._event("output_text.delta", content_index=0, delta=content.text, logprobs=logprobs)]
+
+    def _take_logprobs(self, end: int | None = None) -> list[ContentLogprob]:
+        """Takes those of tokens that begin before ``end``, or all."""
+        taken = [each for begin, each in self._logprobs if end is None or begin < end]
+        del self._logprobs[: len(taken)]
+        return taken
 
     def _begin_message(self) -> list[dict[str, Any]]:
         message: OutputMessage = {
@@ -119,13 +137,10 @@ class OutputWriter:
         events = []
         if item["type"] == "message":
             (part,) = item["content"]
-            part["logprobs"] += self._logprobs
-            self._logprobs = []
             done = {"text": part["text"], "logprobs": part["logprobs"]}
             events.append(self._event("output_text.done", content_index=0, **done))
             events.append(self._event("content_part.done", content_index=0, part=part))
         else:
-            self._logprobs = []  # of the call, which has none
             events.append(self._event("function_call_arguments.done", arguments=item["arguments"], name=item["name"]))
         item["status"] = status
         self._open = None

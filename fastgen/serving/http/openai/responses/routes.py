@@ -11,11 +11,11 @@ from starlette.responses import Response
 from fastgen.runtime.requests.outputs import FinishReason, GenerationOutput
 from fastgen.serving.answers import Update
 from fastgen.serving.http.errors import ERRORS
-from fastgen.serving.http.json_route import JsonRoute
 from fastgen.serving.http.openai.answers import ContentLogprob, Usage, finish_of, usage_of
 from fastgen.serving.http.openai.conversations import PreparedChat
 from fastgen.serving.http.openai.formats import naming_format
-from fastgen.serving.http.openai.logprobs import chat_logprobs
+from fastgen.serving.http.openai.json_texts import ConversationRoute
+from fastgen.serving.http.openai.logprobs import TokenOffsets, chat_logprobs
 from fastgen.serving.http.openai.requests import ChatRequest
 from fastgen.serving.http.openai.responses.answers import ResponseAnswer, response_usage
 from fastgen.serving.http.openai.responses.output import OutputWriter
@@ -37,7 +37,7 @@ from fastgen.serving.tools.formats import ToolFormat
 
 def responses_routes(service: Service, tool_format: ToolFormat | None) -> APIRouter:
     """Returns the route, for ``service``. ``tool_format`` overrides the format that the chat template implies."""
-    router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
+    router = APIRouter(route_class=ConversationRoute, tags=["OpenAI"])
 
     @router.post(
         "/v1/responses",
@@ -49,7 +49,8 @@ def responses_routes(service: Service, tool_format: ToolFormat | None) -> APIRou
         check_model(service, body.model)
         with in_its_names():
             as_chat = body.chat()
-            chat = await PreparedChat.of(service, as_chat, tool_format)
+            async with unless_gone(request):
+                chat = await PreparedChat.of(service, as_chat, tool_format)
             writer = _Writer(service, body, as_chat, chat, request_id_of(request))
             with naming_format(chat.format_field):
                 batch = await chat.submit(service, request, is_stream=bool(body.stream))
@@ -81,6 +82,7 @@ class _Writer:
     ):
         self._codec, self._body = service.codec, body
         self._num_top = as_chat.top_logprobs or 0
+        self._offsets = TokenOffsets(service.codec, chat.rules.spelled, context_ids=chat.prompt_ids)
         self._output = OutputWriter(request_id, chat.tools)
         self._usage = StreamUsage(len(chat.prompt_ids))
         self._head = _head(service, body, chat, f"resp_{request_id}")
@@ -137,10 +139,14 @@ class _Writer:
         response: Any = {**self._head, "status": status, "output": [*self._output.items], **fields}
         return response  # type: ignore[no-any-return]
 
-    def _logprobs(self, token_ids: list[int], logprobs: list[dict[int, float]] | None) -> list[ContentLogprob]:
+    def _logprobs(
+        self, token_ids: list[int], logprobs: list[dict[int, float]] | None
+    ) -> Iterable[tuple[int, ContentLogprob]]:
+        """Returns those of the next tokens, each with the token's place in the answer."""
         if logprobs is None or not self._body.wants_logprobs:
-            return []
-        return chat_logprobs(self._codec, token_ids, logprobs, self._num_top)["content"]
+            return ()
+        found = chat_logprobs(self._codec, token_ids, logprobs, self._num_top)["content"]
+        return zip(self._offsets.next(token_ids), found, strict=True)
 
     def _numbered(self, events: Iterable[dict[str, Any]]) -> list[bytes]:
         encoded = []

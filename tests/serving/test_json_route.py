@@ -1,0 +1,68 @@
+"""A body is read as JSON only if it is said to be JSON, by each version of FastAPI, and refusals of it keep theirs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx2
+import pytest
+from fastapi import APIRouter, FastAPI
+
+from fastgen.serving.http.errors import NOT_JSON, add_error_handlers
+from fastgen.serving.http.json_route import JsonRequest, JsonRoute
+from fastgen.serving.refusals import OverloadedError
+
+
+def posted(router: APIRouter, content_type: str | None) -> httpx2.Response:
+    app = FastAPI(strict_content_type=False)  # older versions are never strict
+    add_error_handlers(app)
+    app.include_router(router)
+
+    async def run() -> httpx2.Response:
+        transport = httpx2.ASGITransport(app=app)
+        headers = {} if content_type is None else {"content-type": content_type}
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.post("/", content=b'{"a": 1}', headers=headers)
+
+    return asyncio.run(run())
+
+
+def a_router(route_class: type[JsonRoute]) -> APIRouter:
+    router = APIRouter(route_class=route_class)
+
+    @router.post("/")
+    async def echo(body: dict[str, Any]) -> dict[str, Any]:
+        return body
+
+    return router
+
+
+@pytest.mark.parametrize("content_type", [None, "", "text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_without_the_type_of_json_is_not_read(content_type: str | None) -> None:
+    answer = posted(a_router(JsonRoute), content_type)
+    assert answer.status_code == 400
+    assert answer.json()["error"] == {
+        "message": NOT_JSON,
+        "type": "invalid_request_error",
+        "param": None,
+        "code": None,
+    }
+
+
+def test_a_body_of_the_type_is_read() -> None:
+    answer = posted(a_router(JsonRoute), "application/json; charset=utf-8")
+    assert (answer.status_code, answer.json()) == (200, {"a": 1})
+
+
+def test_a_refusal_while_the_body_is_read_keeps_its_status() -> None:
+    class Busy(JsonRequest):
+        async def json(self) -> Any:
+            raise OverloadedError("come again", retry_after_s=2.0)
+
+    class BusyRoute(JsonRoute):
+        request_class = Busy
+
+    answer = posted(a_router(BusyRoute), "application/json")
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
+    assert answer.json()["error"]["message"] == "come again"
