@@ -31,6 +31,8 @@ class Refusing:
         def encode(prompt: Any) -> list[int]:
             return [1]
 
+        encode_plain = encode
+
     async def submit(self, *arguments: Any, **more: Any) -> Any:
         raise self.error
 

@@ -41,6 +41,16 @@ REFUSALS: list[tuple[RefusedError, grpc.StatusCode, type[FastgenError], int | No
 ]
 
 
+def encoding() -> SimpleNamespace:
+    """Returns a codec to which every prompt is one token."""
+
+    def encode(*given: object, **more: object) -> list[int]:
+        return [1]
+
+    names = ("encode", "encode_plain", "encode_text", "render_chat", "rendered")
+    return SimpleNamespace(default_sampling=SamplingParams(), **dict.fromkeys(names, encode))
+
+
 @pytest.mark.parametrize(("error", "status", "heard", "retry_ms"), REFUSALS, ids=lambda one: type(one).__name__)
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_refusals_are_statuses_and_heard_as_what_they_are(
@@ -322,9 +332,7 @@ def test_prompts_and_conversations_to_be_checked_count_together() -> None:
         return None
 
     service.refusal = refusal
-    service.codec = SimpleNamespace(
-        default_sampling=SamplingParams(), encode=lambda prompt: [1], encode_chat=lambda conversation: [1]
-    )
+    service.codec = encoding()
 
     async def check(address: str, num_prompts: int, num_chats: int) -> list[str]:
         asked = CheckRequest()
@@ -354,9 +362,7 @@ def test_only_methods_with_a_stream_of_answers_ask_the_engine_for_one() -> None:
         raise BadRequestError("no")
 
     service.submit = submit
-    service.codec = SimpleNamespace(
-        default_sampling=SamplingParams(), encode=lambda prompt: [1], encode_chat=lambda conversation: [1]
-    )
+    service.codec = encoding()
 
     async def run() -> None:
         async with served(service) as address, grpc.aio.insecure_channel(address) as channel:
