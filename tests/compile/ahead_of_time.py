@@ -5,9 +5,11 @@
 takes each recipe at a published configuration, with weights as they come and in each format of ``quantize=``, and
 builds the kernels that are not in :data:`RESULTS` yet. The file is written after every few kernels, so the command may
 be stopped and continues there. Kernels that were built by other versions of the tools or from another source are built
-again. ``--render`` writes the table of docs/kernels.md from the
-results and builds nothing: the table says how many of today's kernels were built from today's source, and a test fails
-while it does not. ``make test-all`` ends with an hour of building what is missing.
+again, so builds by another Triton go to another file (``--results``), such as :data:`OLDEST`.
+
+``--render`` writes the table of docs/kernels.md from the results and builds nothing. The table says how many of today's
+kernels were built from today's source, and a test fails while it does not. ``make test-all`` ends with an hour of
+building what is missing.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from tests.recipe_tools.published import CONFIGS
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RESULTS: Final = ROOT / "benchmarks" / "results" / "kernels_aot_2026-11-21.json"
+OLDEST: Final = ROOT / "benchmarks" / "results" / "kernels_oldest_triton_2026-11-27.json"  # by the oldest Triton allowed
 PAGE: Final = ROOT / "docs" / "kernels.md"
 BEGIN, END = "<!-- built ahead of time: begin -->\n", "<!-- built ahead of time: end -->\n"
 _KEPT: Final = ("registers", "spill_bytes", "shared_bytes", "shared_limit_bytes", "matrix_instructions", "occupancy")
@@ -211,14 +214,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default=",".join(TRITON_ARCHES))
     parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of results that is continued")
     parser.add_argument("--render", action="store_true", help="only write the table of docs/kernels.md")
     options = parser.parse_args()
-    results = Results(RESULTS)
+    results = Results(options.results)
     if not options.render:
         for line in build(options.targets.split(","), 60 * options.minutes, results):
             print(line, flush=True)
-    text = page(PAGE.read_text(encoding="utf-8"), results, sources_of_today())
-    PAGE.write_text(text, encoding="utf-8")
+    if options.results == RESULTS:
+        text = page(PAGE.read_text(encoding="utf-8"), results, sources_of_today())
+        PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,10 @@ from fastgen.compile.weights.formats import QUANTIZED
 from fastgen.models.registry.registry import list_recipes
 from tests.compile import ahead_of_time
 from tests.compile.ahead_of_time import (
+    OLDEST,
     PAGE,
     RESULTS,
+    ROOT,
     Results,
     matrix_instruction,
     models,
@@ -131,8 +133,9 @@ def test_a_table_is_put_in_its_place(tmp_path: Path) -> None:
 # ---- the results that are kept
 
 
-def test_nothing_is_wrong_with_what_was_built() -> None:
-    results = Results(RESULTS)
+@pytest.mark.parametrize("file", [RESULTS, OLDEST], ids=["newest", "oldest"])
+def test_nothing_is_wrong_with_what_was_built(file: Path) -> None:
+    results = Results(file)
     wrong = {
         f"{arch} {each['name']}": each["problems"]
         for arch, kernels in results.data["kernels"].items()
@@ -140,7 +143,14 @@ def test_nothing_is_wrong_with_what_was_built() -> None:
         if "problems" in each
     }
     assert not wrong
-    assert set(results.data["kernels"]) == set(TRITON_ARCHES)
+    assert set(results.data["kernels"]) == (set(TRITON_ARCHES) if file == RESULTS else {"sm_90"})
+
+
+def test_the_oldest_triton_allowed_built_all_kernels_of_hopper() -> None:
+    data = json.loads(OLDEST.read_text())
+    (required,) = re.findall(r'"triton>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
+    assert data["versions"]["sm_90"]["triton"].startswith(required)
+    assert len(data["kernels"]["sm_90"]) == data["distinct"]["sm_90"]
 
 
 @pytest.mark.slow  # renders all kernels of all published models
