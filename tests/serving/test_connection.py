@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import re
 import socket
@@ -17,7 +16,6 @@ from uvicorn.server import ServerState
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.api_keys import ApiKeys
-from fastgen.serving.http.accept import Acceptor
 from fastgen.serving.http.connection import LimitedConnection
 from fastgen.serving.http.server import HttpServer, listen
 from fastgen.serving.http.streaming import unless_gone
@@ -368,65 +366,6 @@ def test_a_client_that_closes_its_side_is_told_that_this_ends_its_request() -> N
         await server.until_closed()
 
     check(test)
-
-
-def test_who_connects_behind_many_others_does_not_wait_for_each() -> None:
-    async def test(server: Served) -> None:
-        others = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(300)]
-        num_turns = 0
-
-        async def count_turns() -> None:
-            nonlocal num_turns
-            while True:
-                num_turns += 1
-                await asyncio.sleep(0)
-
-        counting = asyncio.create_task(count_turns())
-        assert (await server.ask(post("/echo", b"")))[0] == 200
-        counting.cancel()
-        for other in others:
-            other.close()
-        assert num_turns < 100
-
-    check(test)
-
-
-def test_a_server_without_room_for_connections_accepts_them_later(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("fastgen.serving.http.accept._PAUSE_S", 0.05)
-
-    class Full(socket.socket):
-        num_refused = 0
-
-        def accept(self) -> tuple[socket.socket, object]:
-            if self.num_refused < 2:
-                self.num_refused += 1
-                raise OSError(errno.EMFILE, "Too many open files")
-            return super().accept()
-
-    async def run() -> None:
-        connected = asyncio.Event()
-
-        class Protocol(asyncio.Protocol):
-            def connection_made(self, transport: asyncio.BaseTransport) -> None:
-                connected.set()
-                transport.close()
-
-        with Full() as listener:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen()
-            acceptor = Acceptor(listener, Protocol)
-            with socket.create_connection(listener.getsockname()):
-                async with asyncio.timeout(WAIT_S):
-                    await connected.wait()
-            acceptor.close()
-            await acceptor.wait_closed()
-
-    on_uvloop(run())
-    assert [record.getMessage() for record in caplog.records] == [
-        "no connection is accepted for 0.05 s: Too many open files"
-    ] * 2
 
 
 def test_connections_beyond_the_limit_get_an_error_and_have_room_later() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -14,7 +14,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from fastgen.errors import InvalidArgumentError
-from fastgen.serving.http.accept import Acceptor
 from fastgen.serving.http.connection import LimitedConnection
 from fastgen.serving.http.guard import Guard
 from fastgen.serving.http.tls import TlsHandshake, tls_context
@@ -37,14 +36,6 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: ServerMetrics):
         super().__init__(_config(app, options, metrics))
         metrics.connections.set_function(lambda: len(self.server_state.connections))
-
-    async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
-        """Begins to accept the connections of ``sockets``."""
-        state = self.server_state
-        make_http: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
-        make_protocol = partial(make_http, config=self.config, server_state=state, app_state={})
-        self.servers = [Acceptor(each, make_protocol) for each in sockets or ()]  # type: ignore[misc]
-        self.started = True
 
     def leave(self) -> None:
         """Accepts no more connections, and lets the open ones end, so that clients connect to the server that replaces
