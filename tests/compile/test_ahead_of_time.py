@@ -154,7 +154,7 @@ def test_the_oldest_triton_allowed_built_all_kernels_of_hopper() -> None:
     wrong = [each for each in built if "problems" in each]
     assert all(each["op"] == "sampling_choose" and 0 < each["spill_bytes"] <= 16 for each in wrong)
     assert len(wrong) == 7
-    assert f"Triton 3.6.0 built all {len(built):,} kernels" in " ".join(PAGE.read_text(encoding="utf-8").split())
+    assert f"built all {len(built):,} kernels that `sm_90` needs" in " ".join(PAGE.read_text(encoding="utf-8").split())
 
 
 @pytest.mark.slow  # renders all kernels of all published models
