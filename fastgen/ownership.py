@@ -29,8 +29,8 @@ def why_untrusted(directory: Path) -> str | None:
     """Returns why another user could change what ``directory`` holds, as a sentence about "it".
 
     It and every directory above it must belong to a trusted user, and no other may write there. Above it a sticky
-    directory may be open to all, since nobody can replace another's files in it, and the group may write where it is
-    the owner's own. ``None`` if all that holds, or if the directory does not exist.
+    directory may be open to all, since nobody can replace another's files in it. A group may write above it if the
+    owner alone is in the group. ``None`` if all that holds, or if the directory does not exist.
     """
     directory = Path(os.path.realpath(directory))
     try:

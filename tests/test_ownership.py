@@ -32,7 +32,7 @@ def test_a_directory_of_this_user_below_others_of_root_and_this_user_is_trusted(
 def test_the_owner_of_a_directory_above_could_replace_it(
     directory: Path, monkeypatch: pytest.MonkeyPatch, mode: int
 ) -> None:
-    """As where root runs with the home of another user."""
+    """Root may run with the home of another user, for example."""
     home = directory.parent
     home.chmod(mode)
     monkeypatch.setattr(ownership, "is_foreign", lambda facts: facts.st_ino == home.stat().st_ino)

@@ -8,7 +8,6 @@ is marked as not recorded.
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -226,12 +225,14 @@ def headline(measured: Sequence[dict[str, Any]]) -> str:
 
 def with_rows(text: str, rows: str) -> str:
     """Returns the README with these rows in place of those that begin alike. Raises ``ValueError`` if it lacks one."""
+    lines = text.split("\n")
     for row in rows.splitlines():
         begin = row[: row.index("|", 1) + 1]
-        text, count = re.subn(f"^{re.escape(begin)} .* \\|$", lambda found, row=row: row, text, flags=re.M)  # type: ignore[misc]
-        if count != 1:
-            raise ValueError(f"README.md has {count} rows {begin!r}, not 1")
-    return text
+        places = [place for place, line in enumerate(lines) if line.startswith(begin)]
+        if len(places) != 1:
+            raise ValueError(f"README.md has {len(places)} rows {begin!r}, not 1")
+        lines[places[0]] = row
+    return "\n".join(lines)
 
 
 def main() -> None:

@@ -164,8 +164,9 @@ async def stop_all(
     http.should_exit = True
     if not await endings.second_or(asyncio.wait({serving})):
         http.force_exit = True
-        for connection in list(http.server_state.connections):
-            connection.abort()  # type: ignore[union-attr]
+        connections: list[Any] = [*http.server_state.connections]
+        for connection in connections:
+            connection.abort()
     await serving
 
 

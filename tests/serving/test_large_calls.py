@@ -1,4 +1,4 @@
-"""Whether a call is large is decided by all its answers together, and others have their turn while they are decoded."""
+"""A call is large by all its answers together. Other requests have their turn while these are decoded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What programs and web pages of this machine can and cannot do to a server without keys."""
+"""A server without keys refuses web pages of other sites, and logs the address that a client really has."""
 
 from __future__ import annotations
 
@@ -69,4 +69,4 @@ def test_a_client_cannot_name_another_in_the_log(caplog: pytest.LogCaptureFixtur
 
     check(test, ServeOptions(port=0, log_requests=True))
     (record,) = [each for each in caplog.records if each.name == "fastgen.serving.requests"]
-    assert record.facts["client"] == "127.0.0.1"  # type: ignore[attr-defined]
+    assert vars(record)["facts"]["client"] == "127.0.0.1"

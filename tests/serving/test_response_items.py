@@ -164,7 +164,9 @@ def test_messages_have_the_log_probabilities_of_the_tokens_that_begin_in_them(se
             assert [bytes(each.bytes) for each in part.logprobs] == expected
     streamed = [each for event in events if event.type == "response.output_text.delta" for each in event.logprobs]
     told = [each for message in (whole.output[0], whole.output[2]) for each in message.content[0].logprobs]
-    assert [each.token for each in streamed] == [each.token for each in told[:-1]], "all but the one that ends the text"
+    assert [each.token for each in streamed] == [each.token for each in told[:-1]], (
+        "the token that ends the text is in no delta"
+    )
 
 
 def chat_of(**fields: Any) -> ChatRequest:

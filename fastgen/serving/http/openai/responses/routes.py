@@ -82,7 +82,12 @@ class _Writer:
     ):
         self._codec, self._body = service.codec, body
         self._num_top = as_chat.top_logprobs or 0
-        self._offsets = TokenOffsets(service.codec, chat.rules.spelled, context_ids=chat.prompt_ids)
+        # Where tokens begin, if their log-probabilities are wanted.
+        self._offsets = (
+            TokenOffsets(service.codec, chat.rules.spelled, context_ids=chat.prompt_ids)
+            if body.wants_logprobs
+            else None
+        )
         self._output = OutputWriter(request_id, chat.tools)
         self._usage = StreamUsage(len(chat.prompt_ids))
         self._head = _head(service, body, chat, f"resp_{request_id}")
@@ -143,7 +148,7 @@ class _Writer:
         self, token_ids: list[int], logprobs: list[dict[int, float]] | None
     ) -> Iterable[tuple[int, ContentLogprob]]:
         """Returns those of the next tokens, each with the token's place in the answer."""
-        if logprobs is None or not self._body.wants_logprobs:
+        if logprobs is None or self._offsets is None:
             return ()
         found = chat_logprobs(self._codec, token_ids, logprobs, self._num_top)["content"]
         return zip(self._offsets.next(token_ids), found, strict=True)
