@@ -10,6 +10,7 @@ import pytest
 
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.engine.messages import Submit
+from fastgen.serving.http.generate import naming_the_field
 from fastgen.serving.http.openai.run import check_prompt
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Service
@@ -50,3 +51,9 @@ def test_its_length_is_compared_before_its_ids() -> None:
     service: Any = SimpleNamespace(facts=FACTS)
     with pytest.raises(BadRequestError, match="has 4096 tokens"):
         check_prompt(service, Unread([5] * FACTS.max_model_len), "prompt")
+
+
+def test_the_code_of_a_prompt_that_is_too_long_is_kept_where_its_field_is_named() -> None:
+    with pytest.raises(BadRequestError) as refused, naming_the_field("prompt"):
+        raise BadRequestError("it is too long", code="context_length_exceeded")
+    assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")

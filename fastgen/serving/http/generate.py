@@ -195,7 +195,7 @@ def terminate_routes(ending: Ending) -> APIRouter:
 
 @contextmanager
 def naming_the_field(otherwise: str) -> Iterator[None]:
-    """Turns refusals in the block into ``BadRequestError`` with their message unchanged, in the field names of
+    """Turns refusals in the block into ``BadRequestError`` with their message and code unchanged, in the field names of
     ``SamplingParams``. The refused field is the message's first word if that is a sampling field, else
     ``otherwise``.
     """
@@ -205,7 +205,7 @@ def naming_the_field(otherwise: str) -> Iterator[None]:
         first_word = re.match(r"\w*", str(error))
         assert first_word is not None
         param = getattr(error, "param", None) or (first_word[0] if first_word[0] in _SAMPLING_FIELDS else otherwise)
-        raise BadRequestError(str(error), param=param) from None
+        raise BadRequestError(str(error), param=param, code=getattr(error, "code", None)) from None
 
 
 _SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
