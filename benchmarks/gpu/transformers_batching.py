@@ -20,7 +20,7 @@ from benchmarks.gpu.llama import LLAMA_2_7B, TOY, LlamaShape, kv_tokens_that_fit
 from benchmarks.gpu.measuring import Bench, Row, Rows, once
 from benchmarks.gpu.workload import lengths
 
-NUM_REQUESTS, MAX_NUM_SEQS, TOKEN_BUDGET = 48, 64, 2048
+NUM_REQUESTS, MAX_NUM_SEQS, TOKEN_BUDGET = 24, 64, 2048
 _NUM_UNTIMED = 4
 
 Sizes = list[tuple[int, int]]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.cpp import CPP_ARCHES, CppBuilder, find_compiler
 from fastgen.compile.build.loader import KernelLoader, make_builder, target_of
 from fastgen.compile.build.triton import TritonBuilder, TritonKernel, triton_arch
+from fastgen.compile.build.triton_worker import parse_arch
 from fastgen.compile.host.device import AMX, Device
 from fastgen.compile.ops.experts.triton import sort_spec
 from fastgen.compile.spec import KernelSpec
@@ -194,6 +196,12 @@ def test_a_compiler_process_that_dies_is_an_error_and_the_next_build_works(tmp_p
         loader.build([a_norm()])
     monkeypatch.undo()
     loader.build([a_norm()])
+
+
+def test_only_nvidias_compiler_gets_a_limit_of_registers() -> None:
+    spec = replace(a_norm(), options={"num_warps": 8, "maxnreg": 255})
+    for arch, limit in (("sm_90", 255), ("gfx942", None)):
+        assert build_triton._options(spec, parse_arch(arch)).get("maxnreg") == limit
 
 
 ON_A_GPU = """

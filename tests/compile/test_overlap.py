@@ -101,13 +101,12 @@ def check_instructions(specs: list[KernelSpec], directory: Path) -> None:
             assert reads or spec.parameters["IN"] % 8, "only rows at odd addresses are read in another way"
             assert max(reads, default=wait) < release < max(stores), spec
         assert any(MEMORY.search(text) for text in texts[wait:]), spec
-        fetches = [place for place, text in enumerate(texts) if re.search(r"CCTL\.E\.P\w*2", text)]
-        assert bool(fetches) == (spec.op == "few_row_linear"), spec
-        assert all(place < wait for place in fetches), spec
+        # bringing weights to the cache ahead of the wait made steps slower on an H200
+        assert not any(re.search(r"CCTL\.E\.P\w*2", text) for text in texts), spec
 
 
 @pytest.mark.parametrize("name", cases(OF_A_DECODE, fast=("norm", "projection and sum with rotation")))
-def test_kernels_of_a_decode_fetch_weights_wait_and_then_read(name: str, tmp_path: Path) -> None:
+def test_kernels_of_a_decode_wait_and_then_read(name: str, tmp_path: Path) -> None:
     check_instructions(OF_A_DECODE[name], tmp_path)
 
 

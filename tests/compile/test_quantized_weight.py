@@ -26,6 +26,7 @@ from fastgen.compile.weights import quantized as quantized_weight
 from fastgen.compile.weights.formats import QUANTIZED, WeightOnlyFormat
 from fastgen.compile.weights.quantized import QuantizedWeight, quantized
 from fastgen.compile.weights.rows import QuantizedRows
+from tests.kernel_device import DEVICE
 
 FORMATS: tuple[WeightOnlyFormat, ...] = get_args(WeightOnlyFormat)
 CPU = torch.device("cpu")
@@ -136,7 +137,11 @@ def test_looked_up_by_id(loader: KernelLoader, weight_format: WeightOnlyFormat) 
         out = torch.empty(3, size, dtype=torch_dtype(dtype))
         EmbeddingKernel(loader.load(spec))(ids, source, sampled, table, out, positions, places)
         want = embed(torch.tensor([8, 5, 0]), table).to(out.dtype) * 1.5
-        torch.testing.assert_close(out, want if offset is None else want + places[positions.long() + offset])
+        rtol, atol = (1.3e-6, 1e-5) if dtype == "fp32" else (1e-3, 1e-5)
+        if DEVICE != "cpu" and dtype == "fp16":  # its compiler leaves out the rounding between product and sum
+            atol = torch.finfo(out.dtype).eps * float(want.abs().max())
+        want = want if offset is None else want + places[positions.long() + offset]
+        torch.testing.assert_close(out, want, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("by_library", [False, True], ids=["kernels", "library"])

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
-from typing import Any
+from types import ModuleType
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fastgen.compile.build.loader import KernelLoader
-from fastgen.compile.build.triton_kernel import TritonKernel
 from fastgen.compile.ops.sampling.reference import gumbel_noise, uniforms
 from fastgen.compile.ops.sampling.triton import SamplingKernel, SlotSampling, sampling_specs
+from fastgen.compile.render import render_body
 from tests.chi_square import chi_square
 from tests.kernel_device import DEVICE
 
@@ -24,8 +23,10 @@ def loader(triton_kernels: KernelLoader) -> KernelLoader:
     return triton_kernels
 
 
+KERNELS = """
+
 @triton.jit
-def noise_kernel(gumbel, seed, position, index, words_ptr, noise_ptr, size: tl.constexpr):
+def noise_kernel(seed, position, index, words_ptr, noise_ptr, size: tl.constexpr):
     quad = tl.arange(0, size // 4)
     w0, w1, w2, w3 = tl.philox(seed, quad, quad * 0 + position, quad * 0 + index, quad * 0)
     word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
@@ -33,37 +34,45 @@ def noise_kernel(gumbel, seed, position, index, words_ptr, noise_ptr, size: tl.c
     tl.store(noise_ptr + tl.arange(0, size), gumbel(word))
 
 
-def gumbel_of(loader: KernelLoader) -> Any:
-    """Returns the function ``gumbel`` of the rendered kernel."""
-    kernel = KernelLoader.load(loader, sampling_specs(64).draw)
-    assert isinstance(kernel, TritonKernel)
-    return kernel._function.fn.__globals__["gumbel"]
+@triton.jit
+def gumbel_kernel(words_ptr, noise_ptr, size: tl.constexpr):
+    place = tl.arange(0, size)
+    tl.store(noise_ptr + place, gumbel(tl.load(words_ptr + place).to(tl.uint32)))
+"""
 
 
-def test_noise_is_the_references_draw_by_draw(loader: KernelLoader) -> None:
-    gumbel = gumbel_of(loader)
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """Kernels of tests behind the source of a rendered one, whose function ``gumbel`` they call."""
+    file = tmp_path_factory.mktemp("noise") / "noise_kernels.py"
+    file.write_text(render_body(sampling_specs(64).draw) + KERNELS, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("noise_kernels", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.kernels
+def test_noise_is_the_references_draw_by_draw(kernels: ModuleType) -> None:
     for seed, position, index in [(0, 0, 0), (-1, 7, 3), (2**62 + 12345, -1, -2), (-(2**63), 2**31 - 1, 1)]:
         words, noise = torch.zeros(4096, dtype=torch.int64, device=DEVICE), torch.zeros(4096, device=DEVICE)
         where = torch.tensor([seed]), torch.tensor([position & 0xFFFFFFFF]), torch.tensor([index & 0xFFFFFFFF])
-        noise_kernel[(1,)](gumbel, seed, position, index, words, noise, size=4096)
+        kernels.noise_kernel[(1,)](seed, position, index, words, noise, size=4096)
         words, noise = words.cpu(), noise.cpu()
         assert torch.equal(((words >> 9).float() + 0.5) * 2.0**-23, uniforms(*where, 4096)[0])
         torch.testing.assert_close(noise, gumbel_noise(*where, 4096)[0], rtol=1e-6, atol=1e-6)
 
 
-@triton.jit
-def gumbel_kernel(gumbel, words_ptr, noise_ptr, size: tl.constexpr):
-    place = tl.arange(0, size)
-    tl.store(noise_ptr + place, gumbel(tl.load(words_ptr + place).to(tl.uint32)))
-
-
-def test_noise_is_exact_where_a_logarithm_has_few_digits(loader: KernelLoader) -> None:
+@pytest.mark.kernels
+def test_noise_is_exact_where_a_logarithm_has_few_digits(kernels: ModuleType) -> None:
     """The largest numbers decide among many tokens: those of u next to 1."""
     top = 2**23 - 1
     steps = torch.tensor([0, 1, 2, top, top - 1, top - 2, *range(top - 262400, top - 261888), *range(500)])
     steps = torch.cat([steps, torch.randint(0, top, (1024 - len(steps),), generator=torch.Generator().manual_seed(1))])
     noise = torch.zeros(1024, device=DEVICE)
-    gumbel_kernel[(1,)](gumbel_of(loader), (steps << 9).to(DEVICE), noise, size=1024)
+    kernels.gumbel_kernel[(1,)]((steps << 9).to(DEVICE), noise, size=1024)
     exact = -(-((steps.double() + 0.5) * 2.0**-23).log()).log()
     torch.testing.assert_close(noise.cpu(), exact.float(), rtol=1e-6, atol=5e-7)
 

@@ -187,9 +187,11 @@ def _others(gpu: GPUTarget) -> set[str]:
 
 def _options(spec: KernelSpec, gpu: GPUTarget | None) -> dict[str, Any]:
     """Returns the compiler's options. A spec counts warps of 32 threads; with 64 threads a warp, half as
-    many are used.
+    many are used. Only NVIDIA's compiler takes a limit of registers.
     """
     options = {**_OPTIONS, **spec.options}
+    if gpu is not None and gpu.backend != "cuda":
+        options.pop("maxnreg", None)
     if gpu is not None and gpu.warp_size == 64 and "num_warps" in options:
         options["num_warps"] = max(1, options["num_warps"] // 2)
     return options

@@ -1,7 +1,8 @@
-# attention(kind=decodes, N=4, K=4, D=64, DV=64, P=16, dtype=bf16, sinks=False, block_m=16, block_n=64, d_high=64, v_high=64, v_is_k=False, ahead=False, persistent=False, v_stride=64, q_stride=768, scale=0.125, parts=8, rows=8, num_warps=4, num_stages=2) for triton
+# attention(kind=decodes, N=4, K=4, D=64, DV=64, P=16, dtype=bf16, sinks=False, block_m=16, block_n=64, d_high=64, v_high=64, v_is_k=False, ahead=False, persistent=False, v_stride=64, q_stride=768, scale=0.125, parts=8, rows=8, num_warps=4, num_stages=2, maxnreg=255) for triton
 # llama on gfx942, weights in bf16
 # num_warps=4
 # num_stages=2
+# maxnreg=255
 # q: in bf16
 # k_cache: in bf16
 # v_cache: in bf16

@@ -62,8 +62,8 @@ def attention_specs(
         chunk,
         decode,
         _plan(shape, chunk, decode, max_num_seqs, needed_by),
-        _attend("chunks", shape, chunk, arch, needed_by),
-        _attend("decodes", shape, decode, arch, needed_by),
+        _attend("chunks", shape, chunk, needed_by),
+        _attend("decodes", shape, decode, needed_by),
     )
 
 
@@ -88,7 +88,7 @@ def _plan(
 
 
 def _attend(
-    kind: Literal["chunks", "decodes"], shape: AttentionShape, tiling: Tiling, arch: str, needed_by: tuple[str, ...]
+    kind: Literal["chunks", "decodes"], shape: AttentionShape, tiling: Tiling, needed_by: tuple[str, ...]
 ) -> KernelSpec:
     d_parts, v_parts = _parts(shape.head_dim), _parts(shape.v_dim)
     v_is_k = shape.values_in_keys and (shape.v_dim == d_parts[0] or v_parts == d_parts)
@@ -132,9 +132,7 @@ def _attend(
         *([Argument("arrivals", "i32", "out")] if kind == "decodes" else []),
         *(Argument(name, "i32", "scalar") for name in (("max_blocks",) if kind == "chunks" else _DECODE_NUMBERS)),
     )
-    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-    if arch.startswith("sm_"):
-        options["maxnreg"] = tiling.maxnreg
+    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages, "maxnreg": tiling.maxnreg}
     return KernelSpec("attention", "triton", parameters, arguments, options, needed_by=needed_by)
 
 

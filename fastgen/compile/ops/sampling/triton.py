@@ -30,6 +30,9 @@ REALS = ("temperature", "tail_p", "min_p", "repetition", "presence", "frequency"
 INTEGERS = ("top_k", "sequence_index", "adjusts", "logprobs")
 _FP32 = torch.finfo(torch.float32)
 _BINS = 256  # of a pass over a row's list
+# Of a thread that chooses, the most that NVIDIA's have. Without a limit the assembler of Triton 3.6 makes room for more
+# programs, and spills some; there is one program a row.
+_MOST_REGISTERS = 255
 _PENALISED, _MASKED, _BIASED = 1, 2, 4  # bits of `adjusts`
 
 
@@ -122,9 +125,11 @@ def sampling_specs(
     # Products and sums are rounded separately, like the reference's.
     exact: dict[str, Value] = {"enable_fp_fusion": False}
 
-    def spec(op: str, parameters: dict[str, Value], at_once: int, *arguments: list[Argument]) -> KernelSpec:
+    def spec(
+        op: str, parameters: dict[str, Value], at_once: int, *arguments: list[Argument], **more: Value
+    ) -> KernelSpec:
         flat = tuple(each for group in arguments for each in group)
-        options = exact | {"num_warps": max(1, at_once // 512)}
+        options = exact | {"num_warps": max(1, at_once // 512)} | more
         return KernelSpec(op, "triton", {**common, **parameters}, flat, options, needed_by=needed_by)
 
     return SamplingSpecs(
@@ -151,6 +156,7 @@ def sampling_specs(
             _read(("list_counts", "i32"), *raw_parts),
             _written(("bin_counts", "i32"), ("bin_masses", "i64")),
             _written(*adjustments[:penalties], ("token_ids", "i32"), ("sampled_ids", "i32"), *results),
+            maxnreg=_MOST_REGISTERS,
         ),
     )
 
