@@ -57,7 +57,7 @@ class UnauthorizedError(RefusedError):
 
 
 class ForbiddenError(RefusedError):
-    """The request names a host that this server does not answer for."""
+    """The request names a host that this server does not answer for, or comes from a page of another site."""
 
 
 class UnsupportedMediaError(RefusedError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -93,6 +94,19 @@ def test_prompts_are_echoed_from_another_thread(monkeypatch: pytest.MonkeyPatch)
     assert len(answer.json()["choices"]) == 2
     assert threads
     assert threading.current_thread().name not in threads
+
+
+@pytest.mark.parametrize("num_tokens", [10, MANY_VALUES])
+def test_many_log_probabilities_of_a_prompt_are_streamed_from_another_thread(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    threads = makers(monkeypatch, completions._Writer, "_start_logprobs")
+    service = ScriptedService(a_service().codec, lambda *_: ([5], "length"), max_model_len=1 << 20, at_once=True)
+    asked = {"prompt": [5] * num_tokens, "max_tokens": 1, "echo": True, "logprobs": 0, "stream": True}
+    answer = post(service, "/v1/completions", asked | {"model": MODEL})
+    first, *_ = (json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {"))
+    assert len(first["choices"][0]["logprobs"]["tokens"]) >= num_tokens
+    assert (threads != {threading.current_thread().name}) == (num_tokens == MANY_VALUES)
 
 
 def test_the_size_of_an_answer_counts_tokens_and_log_probabilities_of_answer_and_prompt() -> None:

@@ -495,7 +495,7 @@ def test_the_errors_of_a_body_are_one_refusal_about_one_field(
         (BadRequestError("a"), 400, "invalid_request_error", None),
         (BadRequestError("a", code="b"), 400, "invalid_request_error", "b"),
         (UnauthorizedError("a"), 401, "authentication_error", "invalid_api_key"),
-        (ForbiddenError("a"), 403, "permission_error", "host_not_allowed"),
+        (ForbiddenError("a"), 403, "permission_error", "forbidden"),
         (UnknownModelError("a"), 404, "invalid_request_error", "model_not_found"),
         (RequestTimeoutError("a"), 408, "invalid_request_error", "request_timeout"),
         (TooLargeError("a"), 413, "invalid_request_error", "request_too_large"),

@@ -53,7 +53,7 @@ class ErrorBody(TypedDict):
 _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (BadRequestError, 400, "invalid_request_error", None),
     (UnauthorizedError, 401, "authentication_error", "invalid_api_key"),
-    (ForbiddenError, 403, "permission_error", "host_not_allowed"),
+    (ForbiddenError, 403, "permission_error", "forbidden"),
     (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
     (RequestTimeoutError, 408, "invalid_request_error", "request_timeout"),
     (TooLargeError, 413, "invalid_request_error", "request_too_large"),

@@ -33,6 +33,7 @@ from fastgen.serving.http.openai.run import (
     encode_prompts,
     event_of,
     event_stream,
+    in_pieces,
     json_response,
     now,
     request_id_of,
@@ -97,7 +98,11 @@ async def _events(batch: Batch, writer: _Writer, body: CompletionRequest) -> Asy
     includes_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     async with batch:
         async for updates in batch.updates():
-            events = [event for number, update in updates for event in writer.chunk(number, update)]
+            # A prompt's log-probabilities come at once, with the first token.
+            if batch.is_large and any(update.prompt_logprobs is not None for _, update in updates):
+                events = await asyncio.to_thread(lambda news: [*map(in_pieces, writer.chunks(news))], updates)
+            else:
+                events = writer.chunks(updates)
             if events:
                 yield b"".join(map(event_of, events))
         if includes_usage:
@@ -153,6 +158,10 @@ class _Writer:
                     text += completion.text
                 choices.append(self._choice(number, completion.index, text, logprobs, finish))
         return self._completion(choices, usage_of(outputs, counts_answer=self._shows_answer))
+
+    def chunks(self, updates: list[tuple[int, Update]]) -> list[Completion]:
+        """Returns the next chunks of a stream."""
+        return [chunk for number, update in updates for chunk in self.chunk(number, update)]
 
     def chunk(self, number: int, update: Update) -> list[Completion]:
         """Returns the next chunk of a stream, in a list that is empty if there is nothing to send."""
