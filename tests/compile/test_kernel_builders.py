@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 from triton.runtime import cache as triton_cache
 
 from fastgen.compile.build import triton as build_triton
@@ -196,6 +199,31 @@ def test_a_compiler_process_that_dies_is_an_error_and_the_next_build_works(tmp_p
         loader.build([a_norm()])
     monkeypatch.undo()
     loader.build([a_norm()])
+
+
+def test_a_noted_launch_is_made_again_by_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[Any, ...]] = []
+    driver = SimpleNamespace(get_current_device=lambda: 3, get_current_stream=lambda device: 40 + device)
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=driver))
+    compiled = SimpleNamespace(run=lambda *given: launched.append(given), function="function", packed_metadata="packed")
+    spec = a_norm()
+    source = tmp_path / "a.py"
+    source.write_text("")
+    kernel = TritonKernel(spec, source, None, {}, compiled)
+    tensors = [torch.zeros(2, 64, dtype=torch.bfloat16) for each in spec.arguments if each.is_pointer]
+    numbers = [2] * (len(spec.arguments) - len(tensors))
+    again = kernel.launch_noted((2,), (*tensors, *numbers))
+    again()
+    addresses = [each.data_ptr() for each in tensors]
+    expected = (2, 1, 1, 43, "function", "packed", None, None, None, *addresses, *numbers)
+    assert launched == [expected, expected]
+    kept = weakref.ref(tensors[0])
+    for wrong in (torch.zeros(2, 64), torch.zeros(129, dtype=torch.bfloat16)[1:]):
+        with pytest.raises(KernelError, match=f"{spec.name}.*: it was not built for such arguments"):
+            kernel.launch_noted((2,), (wrong, *tensors[1:], *numbers))
+    del tensors, wrong
+    assert kept() is None
+    assert len(launched) == 2
 
 
 def test_only_nvidias_compiler_gets_a_limit_of_registers() -> None:

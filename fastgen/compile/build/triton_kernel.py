@@ -18,6 +18,7 @@ from torch import Tensor
 from fastgen.compile.build.builder import BuiltKernel
 from fastgen.compile.build.reproduce import launch_error, made_up, script
 from fastgen.compile.spec import KernelSpec, torch_dtype
+from fastgen.errors import KernelError
 
 NOT_BUILT_FOR = "it was not built for such arguments (other dtypes, or an address not aligned to 16)"
 _ALIGNMENT = 16  # bytes
@@ -46,39 +47,51 @@ class TritonKernel(BuiltKernel):
         if 0 in grid:
             return
         try:
-            if not self._takes(arguments):  # the interpreter would accept it
-                raise RuntimeError(NOT_BUILT_FOR)
+            self._addresses(arguments)  # the interpreter would accept others
             if self._is_interpreted:
                 self._function[grid](*arguments, **self._options)
             else:
                 self._launch_compiled(grid, arguments)
         except Exception as error:
-            context: dict[str, Any] = {"grid": grid, "arguments": made_up(arguments), "options": self._options}
-            context["interpreted"] = self._is_interpreted
-            text = script("launch_triton", self.spec, self.source, **context)
-            cause = _of_numpy(error) if self._is_interpreted else error
-            raise launch_error(self.spec, self.source, arguments, cause, text) from error
+            raise self._launch_error(error, grid, arguments) from error
 
-    def again(self, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> Callable[[], None]:
-        """Returns a launch on the current stream of a GPU that was made before: it is not checked again, and takes
-        addresses, so it keeps no tensor alive."""
-        values = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
-        stream = triton.runtime.driver.active.get_current_stream(self._device)
-        x, y, z = (*grid, 1, 1)[:3]
-        return partial(self._run, x, y, z, stream, self._handle, self._metadata, None, None, None, *values)
+    def launch_noted(self, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> Callable[[], None]:
+        """Launches it on the current stream of a GPU. Returns the same launch to be made again, which takes addresses,
+        so it keeps no tensor alive. Triton does not see whether a tensor is on this GPU.
+        """
+        try:
+            values = self._addresses(arguments)
+            stream = triton.runtime.driver.active.get_current_stream(self._device)
+            x, y, z = (*grid, 1, 1)[:3]
+            again = partial(self._run, x, y, z, stream, self._handle, self._metadata, None, None, None, *values)
+            again()
+        except Exception as error:
+            raise self._launch_error(error, grid, arguments) from error
+        return again
 
-    def _takes(self, arguments: tuple[Any, ...]) -> bool:
-        """Returns whether the kernel is built for these arguments."""
+    def _addresses(self, arguments: tuple[Any, ...]) -> list[int | float]:
+        """Returns the arguments with the addresses of tensors. Raises ``RuntimeError`` where the kernel is not built
+        for them."""
+        values = []
         for expected, value in zip(self._expected, arguments, strict=False):  # Triton counts them
             if expected == "i32":
-                if type(value) is not int or value not in _I32:
-                    return False
+                takes = type(value) is int and value in _I32
             elif expected == "fp32":
-                if type(value) is not float:
-                    return False
-            elif not isinstance(value, Tensor) or value.dtype != expected or value.data_ptr() % _ALIGNMENT:
-                return False
-        return True
+                takes = type(value) is float
+            elif takes := isinstance(value, Tensor) and value.dtype == expected:
+                value = value.data_ptr()
+                takes = not value % _ALIGNMENT
+            if not takes:
+                raise RuntimeError(NOT_BUILT_FOR)
+            values.append(value)
+        return values
+
+    def _launch_error(self, error: Exception, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> KernelError:
+        context: dict[str, Any] = {"grid": grid, "arguments": made_up(arguments), "options": self._options}
+        context["interpreted"] = self._is_interpreted
+        text = script("launch_triton", self.spec, self.source, **context)
+        cause = _of_numpy(error) if self._is_interpreted else error
+        return launch_error(self.spec, self.source, arguments, cause, text)
 
     def _launch_compiled(self, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         if len(arguments) != len(self._expected):

@@ -56,9 +56,9 @@ class GraphPool:
 
         With ``runs_twice`` it is run again in the capture, which finds whatever a capture cannot hold. Without, a GPU's
         capture gets what the first run launched, which is a fraction of the work: for a step that differs from one
-        captured before in its sizes alone. During the capture nothing is computed and the garbage collector is off. If
-        this fails, nothing is kept. Raises :class:`KernelError` behind a closed fence, :class:`CaptureError` for a step
-        that cannot be captured, and what ``step`` raises.
+        captured before in its sizes alone, so that its launches need fewer checks. During the capture nothing is
+        computed and the garbage collector is off. If this fails, nothing is kept. Raises :class:`KernelError` behind a
+        closed fence, :class:`CaptureError` for a step that cannot be captured, and what ``step`` raises.
         """
         self.fence.check("capture", name)
         graph: Graph
@@ -95,10 +95,14 @@ class GraphPool:
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
+                again = step
                 with torch.cuda.use_mem_pool(self._memory, self._device):
-                    noted = NotedStep(step)
+                    if runs_twice:
+                        step()
+                    else:
+                        again = NotedStep(step).again
                 with _standing_collector():
-                    self._record_cuda(graph, step if runs_twice else noted.again)
+                    self._record_cuda(graph, again)
         finally:  # where the step fails midway, what it launched still writes to static buffers
             current.wait_stream(self._stream)
         return _CudaGraph(name, graph)

@@ -27,9 +27,8 @@ class NotedStep:
 
     def launch(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         """Launches a kernel now, and notes it."""
-        kernel.launch(grid, *arguments)
         if 0 not in grid:
-            self._calls.append(kernel.again(grid, arguments))
+            self._calls.append(kernel.launch_noted(grid, arguments))
 
     def library_call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Calls a library's function now, and notes it."""

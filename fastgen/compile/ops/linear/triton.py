@@ -144,6 +144,9 @@ class FewRowKernel:
         self._main, self._reduce, self._workspace = main, reduce, workspace
         out_features, self._max_rows = _number(main, "OUT"), _number(main, "block_m")
         self._grid = -(-out_features // _number(main, "block_n")), _number(main, "splits")
+        # The tensors that each kernel takes, in order; the number of rows is last.
+        self._operands = [each.name for each in main.spec.arguments[:-1]]
+        self._reduce_operands = [] if reduce is None else [each.name for each in reduce.spec.arguments[:-1]]
         # Programs that share a row; one, where rows are normed.
         self._reduce_tiles = _number(reduce, "tiles") if reduce is not None and "tiles" in reduce.spec.parameters else 1
 
@@ -163,11 +166,11 @@ class FewRowKernel:
         given = {**others, "x": x, "weight": weight, "bias": bias, "out": target}
         if isinstance(weight, QuantizedWeight):
             given |= {"weight": weight.codes, "scale": weight.scale}
-        self._main(self._grid, *(given[each.name] for each in self._main.spec.arguments[:-1]), num_rows)
+        self._main(self._grid, *[given[name] for name in self._operands], num_rows)
         if self._reduce is not None:
             given = {**others, "part": target, "bias": bias, "out": out}
-            names = [each.name for each in self._reduce.spec.arguments[:-1]]
-            self._reduce((num_rows, self._reduce_tiles), *(given[name] for name in names), num_rows)
+            tensors = [given[name] for name in self._reduce_operands]
+            self._reduce((num_rows, self._reduce_tiles), *tensors, num_rows)
 
 
 def _load(
