@@ -52,6 +52,7 @@ QUICK = {
 }
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("num_new", "window", "blocks"),
     [

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from fastgen.errors import FastgenError, ModelNotFoundError
+from fastgen.errors import FastgenError
 from fastgen.models.checkpoint.files import read_json_object
-from fastgen.models.checkpoint.hub import locate
+from fastgen.models.checkpoint.hub import locate_tokenizer
 from fastgen.runtime.text.codec import TextCodec
 
 
@@ -16,10 +14,7 @@ def open_tokenizer(name: str) -> TextCodec:
 
     :raises FastgenError: if there is none, or one that cannot be trusted with texts of strangers.
     """
-    try:
-        directory = Path(name) if Path(name).is_dir() else locate(name, with_weights=False)
-    except ModelNotFoundError as error:
-        raise ModelNotFoundError(f"the tokenizer of {name!r} cannot be had: {error}") from error
+    directory = locate_tokenizer(name)
     file = directory / "config.json"
     codec = TextCodec.from_checkpoint(directory, read_json_object(file) if file.is_file() else {})
     if not codec.has_tokenizer:

@@ -67,6 +67,21 @@ def locate(model: str | Path, *, revision: str | None = None, with_weights: bool
     return _from_hub(name, revision, with_weights)
 
 
+def locate_tokenizer(name: str) -> Path:
+    """Returns the directory of the tokenizer of ``name``: a local directory, else a built-in, else a hub id, of which
+    no weights are downloaded. A repository may hold a tokenizer alone. Raises :class:`ModelNotFoundError`.
+    """
+    if name and os.path.isdir(name):
+        return Path(name)
+    if name in BUILTINS:
+        return BUILTINS[name]
+    try:
+        return Path(snapshot_download(name, allow_patterns=[*_SMALL_FILES]))
+    except Exception as error:  # as in _from_hub
+        reason = _refusal(name, None, error) or f"fetching it from {constants.ENDPOINT} failed ({_brief(error)})"
+        raise ModelNotFoundError(f"the tokenizer of {name!r} cannot be had: {reason}") from error
+
+
 def _refuse_revision(revision: str | None, reason: str) -> None:
     if revision is not None:
         raise InvalidArgumentError(f"revision={revision!r} selects a version of a hub repository, but {reason}")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fastgen.errors import CheckpointError, FastgenError, ModelNotFoundError
-from fastgen.lab.load import tokenizer
 from fastgen.lab.load.tokenizer import open_tokenizer
+from fastgen.models.checkpoint import hub
 from fastgen.models.checkpoint.builtins import BUILTINS
 
 
@@ -22,18 +22,19 @@ def of_a_builtin(directory: Path) -> Path:
 
 
 def test_a_builtin_a_directory_and_a_repository_have_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory, asked = of_a_builtin(tmp_path), []
+    directory, asked = of_a_builtin(tmp_path), list[str]()
 
-    def locate(name: str, *, with_weights: bool) -> Path:
-        asked.append((name, with_weights))
-        return BUILTINS.get(name, directory)
+    def download(name: str, *, allow_patterns: list[str]) -> str:
+        asked.append(name)
+        assert not any("safetensors" in pattern or pattern.endswith(".bin") for pattern in allow_patterns)
+        return str(directory)
 
-    monkeypatch.setattr(tokenizer, "locate", locate)
+    monkeypatch.setattr(hub, "snapshot_download", download)
     expected = open_tokenizer("tiny-llama").encode("Once upon a time")
     assert len(expected) > 2
     assert open_tokenizer(str(directory)).encode("Once upon a time") == expected
     assert open_tokenizer("somebody/something").encode("Once upon a time") == expected
-    assert asked == [("tiny-llama", False), ("somebody/something", False)]
+    assert asked == ["somebody/something"]
 
 
 def test_a_repository_s_tokenizer_is_checked_as_a_served_model_s(
@@ -42,7 +43,7 @@ def test_a_repository_s_tokenizer_is_checked_as_a_served_model_s(
     directory = of_a_builtin(tmp_path)
     stated = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps(stated | {"vocab_file": "/etc/hostname"}))
-    monkeypatch.setattr(tokenizer, "locate", lambda *_, **__: directory)
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: str(directory))
     with pytest.raises(CheckpointError, match="vocab_file"):
         open_tokenizer("somebody/something")
 
