@@ -91,15 +91,22 @@ def check_instructions(specs: list[KernelSpec], directory: Path) -> None:
         (wait,) = (place for place, text in enumerate(texts) if "ACQBULK" in text)
         (release,) = (place for place, text in enumerate(texts) if "PREEXIT" in text)
         assert wait < release, spec
-        # every program comes by the wait, and before it touches memory; norms load their weights there
+        # every program comes by the wait, and before it touches memory, except what no kernel of a step writes
         assert not any(re.search(r"\b(BRA|EXIT|RET)\b", text) for text in texts[:wait]), spec
         touching = [MEMORY.search(text) for text in texts[:wait]]
-        assert {found[1] for found in touching if found} <= ({"LDG"} if "norm" in spec.op else set()), spec
+        loads_early = "norm" in spec.op or spec.op == "few_row_linear"
+        assert {found[1] for found in touching if found} <= ({"LDG"} if loads_early else set()), spec
         stores = [place for place, text in enumerate(texts) if re.search(r"\b(STG|RED|ATOMG?)\b", text)]
         if spec.op == "few_row_linear":  # the next kernel starts when the weights are read
             reads = [place for place, text in enumerate(texts) if "LDGSTS" in text]
             assert reads or spec.parameters["IN"] % 8, "only rows at odd addresses are read in another way"
             assert max(reads, default=wait) < release < max(stores), spec
+            if spec.parameters["weight"] == "plain" and reads:  # what the sums are finished with is there by then
+                assert not any(re.search(r"\bLDG\b", text) for text in texts[wait:]), spec
+        if spec.op == "few_row_norm":  # no addition of parts waits before the last part is requested
+            loads = [place for place, text in enumerate(texts) if re.search(r"\bLDG\b", text)]
+            additions = [place for place, text in enumerate(texts) if re.search(r"\bFADD\b", text)]
+            assert max(loads) < min(additions), spec
         assert any(MEMORY.search(text) for text in texts[wait:]), spec
         # bringing weights to the cache ahead of the wait made steps slower on an H200
         assert not any(re.search(r"CCTL\.E\.P\w*2", text) for text in texts), spec

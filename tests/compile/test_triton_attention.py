@@ -286,7 +286,7 @@ def test_in_some_batches_a_program_ends_one_query_tile_and_begins_the_next(
     batch: tuple[Rows, int], has_several: bool
 ) -> None:
     (lists,) = plans(split(batch=batch), [batch[0]])
-    assert any(first < last for first, last in lists["shares"] if first >= 0) is has_several
+    assert any(first < last for first, last, *_ in lists["shares"] if first >= 0) is has_several
 
 
 def check_lists(lists: dict[str, list[Any]], rows: Rows, case: Case, num_programs: int) -> None:
@@ -310,15 +310,17 @@ def check_lists(lists: dict[str, list[Any]], rows: Rows, case: Case, num_program
         first_key = max(0, cached + 1 - window) if window else 0
         kv_tiles = -(-(cached + new) // case.decode.block_n) - first_key // case.decode.block_n
         for first in range(0, new * group_size, case.decode.block_m):
-            assert lists["decode_tiles"][num_decode_tiles] == [seq, first, len(work), kv_tiles]
+            of_sequence = [sum(each for _, each in rows[:seq]), new, cached + new]
+            assert lists["decode_tiles"][num_decode_tiles] == [seq, first, len(work), kv_tiles, *of_sequence]
             num_decode_tiles += 1
             work += [(seq, first, tile) for tile in range(kv_tiles)]
     assert total == len(work)
     assert share == max(-(-total // num_programs), 1)
     done: list[tuple[int, int, int]] = []
     for program in range(-(-total // share)):  # as a decoding program walks through its share
-        begin, end = lists["shares"][program]
-        for seq, first, first_work, kv_tiles in lists["decode_tiles"][begin : end + 1]:
+        begin, end, *first_tile = lists["shares"][program]
+        assert first_tile == lists["decode_tiles"][begin]
+        for seq, first, first_work, kv_tiles, *_ in lists["decode_tiles"][begin : end + 1]:
             tiles = range(max(program * share - first_work, 0), min((program + 1) * share - first_work, kv_tiles))
             assert tiles, "no program is sent to a tile that it has no share in"
             done += [(seq, first, tile) for tile in tiles]

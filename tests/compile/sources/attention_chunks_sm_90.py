@@ -97,12 +97,12 @@ def attention_chunks_n4_k2_d64_dv64_p16_bf16_softcap50_0_block_m128_block_n64_d_
         index = (program + passed) // K
         seq = tl.load(chunk_tiles_ptr + index * 2)
         first_row = tl.load(chunk_tiles_ptr + index * 2 + 1)
-        k_head_ptr = k_cache_ptr + kv_head * D
-        v_head_ptr = v_cache_ptr + kv_head * V_STRIDE
-
         start = tl.load(cu_seqlens_q_ptr + seq)
         num_queries = tl.load(cu_seqlens_q_ptr + seq + 1) - start
         seq_len = tl.load(seq_lens_ptr + seq)
+        k_head_ptr = k_cache_ptr + kv_head * D
+        v_head_ptr = v_cache_ptr + kv_head * V_STRIDE
+
         num_cached = seq_len - num_queries
         row = first_row + tl.arange(0, BLOCK_M)
         query = tl.minimum(row // G, num_queries - 1)  # rows after the last repeat it, and are not stored

@@ -1,4 +1,4 @@
-# attention(kind=decodes, N=4, K=4, D=64, DV=64, P=16, dtype=bf16, sinks=False, block_m=16, block_n=64, d_high=64, v_high=64, v_is_k=False, ahead=False, persistent=False, v_stride=64, q_stride=768, scale=0.125, parts=8, rows=8, num_warps=4, num_stages=2, maxnreg=255) for triton
+# attention(kind=decodes, N=4, K=4, D=64, DV=64, P=16, dtype=bf16, sinks=False, block_m=16, block_n=64, d_high=64, v_high=64, v_is_k=False, ahead=False, persistent=False, v_stride=64, q_stride=768, scale=0.125, parts=8, rows=8, tile_numbers=7, num_warps=4, num_stages=2, maxnreg=255) for triton
 # llama on gfx942, weights in bf16
 # num_warps=4
 # num_stages=2
@@ -8,7 +8,6 @@
 # v_cache: in bf16
 # block_tables: in i32
 # cu_seqlens_q: in i32
-# seq_lens: in i32
 # decode_tiles: in i32
 # shares: in i32
 # counts: in i32
@@ -44,6 +43,7 @@ PARTS = tl.constexpr(8)  # of a query tile, joined at once
 ROWS = tl.constexpr(8)  # of a query tile, joined at once
 BLOCK_D = tl.constexpr(64)
 BLOCK_ZEROS = tl.constexpr(1024)
+TILE = tl.constexpr(7)  # numbers that describe a query tile
 
 
 @triton.jit
@@ -92,6 +92,21 @@ def attend(
 
 
 @triton.jit
+def query_tile(tile_ptr, is_there):
+    """Returns what the plan says of a query tile: its sequence, its first row, the KV tiles before it and its own, and
+    the sequence's first token, new tokens and length.
+    """
+    seq = tl.load(tile_ptr, is_there, 0)
+    first_row = tl.load(tile_ptr + 1, is_there, 0)
+    first_work = tl.load(tile_ptr + 2, is_there, 0)
+    kv_tiles = tl.load(tile_ptr + 3, is_there, 0)
+    start = tl.load(tile_ptr + 4, is_there, 0)
+    num_queries = tl.load(tile_ptr + 5, is_there, 0)
+    seq_len = tl.load(tile_ptr + 6, is_there, 0)
+    return seq, first_row, first_work, kv_tiles, start, num_queries, seq_len
+
+
+@triton.jit
 def join(
     part_ptr, part_best_ptr, part_total_ptr, arrivals_ptr, out_ptr,
     part, num_parts, first_program, kv_head, start, first_row, num_rows,
@@ -116,24 +131,93 @@ def join(
             is_last = tl.atomic_add(arrival_ptr + program * K, 1, sem="acq_rel", scope="gpu") % count == count - 1
         if is_last:
             num_parts = (num_parts + PARTS - 1) // PARTS
-            each = tl.arange(0, PARTS)
-            slot = (program + each * apart) * 2 + (first + each == 0).to(tl.int32)
             feature = tl.arange(0, BLOCK_D)
             for begin in range(0, num_rows, ROWS):
                 row = begin + tl.arange(0, ROWS)
-                place = (slot * K + kv_head).to(tl.int64)[:, None] * BLOCK_M + row[None, :]
-                is_there = (each < count)[:, None] & (row < num_rows)[None, :]
-                inside = is_there[:, :, None] & (feature < DV)[None, None, :]
-                bests = tl.load(part_best_ptr + place, is_there, LOWEST)
-                totals = tl.load(part_total_ptr + place, is_there, 1.0)
-                accs = tl.load(part_ptr + place[:, :, None] * DV + feature[None, None, :], inside, 0.0)
-                best = tl.max(bests, 0)
-                weight = tl.exp2(bests - best[None, :])
-                total = tl.sum(weight * totals, 0)
-                acc = tl.sum(weight[:, :, None] * accs, 0)
-
                 is_row = row < num_rows
                 is_feature = is_row[:, None] & (feature < DV)[None, :]
+                # All parts are requested before the first is used. Those behind the last weigh nothing.
+                slot = (program + 0 * apart) * 2 + (first == 0).to(tl.int32)
+                place = (slot * K + kv_head).to(tl.int64) * BLOCK_M + row
+                is_there = row < tl.where(count > 0, num_rows, 0)
+                best_0 = tl.load(part_best_ptr + place, is_there, LOWEST)
+                total_0 = tl.load(part_total_ptr + place, is_there, 0.0)
+                acc_0 = tl.load(part_ptr + (place * DV)[:, None] + feature[None, :], is_there[:, None] & (feature < DV)[None, :], 0.0)
+                slot = (program + 1 * apart) * 2
+                place = (slot * K + kv_head).to(tl.int64) * BLOCK_M + row
+                is_there = row < tl.where(count > 1, num_rows, 0)
+                best_1 = tl.load(part_best_ptr + place, is_there, LOWEST)
+                total_1 = tl.load(part_total_ptr + place, is_there, 0.0)
+                acc_1 = tl.load(part_ptr + (place * DV)[:, None] + feature[None, :], is_there[:, None] & (feature < DV)[None, :], 0.0)
+                slot = (program + 2 * apart) * 2
+                place = (slot * K + kv_head).to(tl.int64) * BLOCK_M + row
+                is_there = row < tl.where(count > 2, num_rows, 0)
+                best_2 = tl.load(part_best_ptr + place, is_there, LOWEST)
+                total_2 = tl.load(part_total_ptr + place, is_there, 0.0)
+                acc_2 = tl.load(part_ptr + (place * DV)[:, None] + feature[None, :], is_there[:, None] & (feature < DV)[None, :], 0.0)
+                slot = (program + 3 * apart) * 2
+                place = (slot * K + kv_head).to(tl.int64) * BLOCK_M + row
+                is_there = row < tl.where(count > 3, num_rows, 0)
+                best_3 = tl.load(part_best_ptr + place, is_there, LOWEST)
+                total_3 = tl.load(part_total_ptr + place, is_there, 0.0)
+                acc_3 = tl.load(part_ptr + (place * DV)[:, None] + feature[None, :], is_there[:, None] & (feature < DV)[None, :], 0.0)
+                slot = (program + 4 * apart) * 2
+                place = (slot * K + kv_head).to(tl.int64) * BLOCK_M + row
+                is_there = row < tl.where(count > 4, num_rows, 0)
+                best_4 = tl.load(part_best_ptr + place, is_there, LOWEST)
+                total_4 = tl.load(part_total_ptr + place, is_there, 0.0)
+                acc_4 = tl.load(part_ptr + (place * DV)[:, None] + feature[None, :], is_there[:, None] & (feature < DV)[None, :], 0.0)
+                slot = (program + 5 * apart) * 2
+                place = (slot * K + kv_head).to(tl.int64) * BLOCK_M + row
+                is_there = row < tl.where(count > 5, num_rows, 0)
+                best_5 = tl.load(part_best_ptr + place, is_there, LOWEST)
+                total_5 = tl.load(part_total_ptr + place, is_there, 0.0)
+                acc_5 = tl.load(part_ptr + (place * DV)[:, None] + feature[None, :], is_there[:, None] & (feature < DV)[None, :], 0.0)
+                slot = (program + 6 * apart) * 2
+                place = (slot * K + kv_head).to(tl.int64) * BLOCK_M + row
+                is_there = row < tl.where(count > 6, num_rows, 0)
+                best_6 = tl.load(part_best_ptr + place, is_there, LOWEST)
+                total_6 = tl.load(part_total_ptr + place, is_there, 0.0)
+                acc_6 = tl.load(part_ptr + (place * DV)[:, None] + feature[None, :], is_there[:, None] & (feature < DV)[None, :], 0.0)
+                slot = (program + 7 * apart) * 2
+                place = (slot * K + kv_head).to(tl.int64) * BLOCK_M + row
+                is_there = row < tl.where(count > 7, num_rows, 0)
+                best_7 = tl.load(part_best_ptr + place, is_there, LOWEST)
+                total_7 = tl.load(part_total_ptr + place, is_there, 0.0)
+                acc_7 = tl.load(part_ptr + (place * DV)[:, None] + feature[None, :], is_there[:, None] & (feature < DV)[None, :], 0.0)
+                best = best_0
+                best = tl.maximum(best, best_1)
+                best = tl.maximum(best, best_2)
+                best = tl.maximum(best, best_3)
+                best = tl.maximum(best, best_4)
+                best = tl.maximum(best, best_5)
+                best = tl.maximum(best, best_6)
+                best = tl.maximum(best, best_7)
+                weight = tl.exp2(best_0 - best)
+                total = weight * total_0
+                acc = weight[:, None] * acc_0
+                weight = tl.exp2(best_1 - best)
+                total += weight * total_1
+                acc += weight[:, None] * acc_1
+                weight = tl.exp2(best_2 - best)
+                total += weight * total_2
+                acc += weight[:, None] * acc_2
+                weight = tl.exp2(best_3 - best)
+                total += weight * total_3
+                acc += weight[:, None] * acc_3
+                weight = tl.exp2(best_4 - best)
+                total += weight * total_4
+                acc += weight[:, None] * acc_4
+                weight = tl.exp2(best_5 - best)
+                total += weight * total_5
+                acc += weight[:, None] * acc_5
+                weight = tl.exp2(best_6 - best)
+                total += weight * total_6
+                acc += weight[:, None] * acc_6
+                weight = tl.exp2(best_7 - best)
+                total += weight * total_7
+                acc += weight[:, None] * acc_7
+
                 if num_parts == 1:
                     tile_row = first_row + row
                     token = (start + tile_row // G).to(tl.int64)
@@ -154,21 +238,23 @@ def join(
 
 
 @triton.jit(do_not_specialize=['max_blocks', 'num_seqs', 'num_tokens'])
-def attention_decodes_n4_k4_d64_dv64_p16_bf16_block_m16_block_n64_d_high64_v_high64_v_stride64_q_stride768_scale0_125_parts8(q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, cu_seqlens_q_ptr, seq_lens_ptr, decode_tiles_ptr, shares_ptr, counts_ptr, out_ptr, part_ptr, part_best_ptr, part_total_ptr, arrivals_ptr, max_blocks, num_seqs, num_tokens):
+def attention_decodes_n4_k4_d64_dv64_p16_bf16_block_m16_block_n64_d_high64_v_high64_v_stride64_q_stride768_scale0_125_parts8(q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, cu_seqlens_q_ptr, decode_tiles_ptr, shares_ptr, counts_ptr, out_ptr, part_ptr, part_best_ptr, part_total_ptr, arrivals_ptr, max_blocks, num_seqs, num_tokens):
     """Attention of decodes: each program takes its share of all KV tiles in the order of the work list.
 
     A query tile within one share is finished here. Of one that continues in other programs' shares, this program
     leaves its part, in slot 2i + 1 where the tile begins in program i and in slot 2i where it began earlier; the last
     of them joins the parts. Rows of no sequence become zero.
     """
-    # All at once, so that nothing below waits for them one after the other.
+    # All at once, so that none waits for another. For that a share repeats the entry of its first query tile.
     kv_head = tl.program_id(0) % K
     program = tl.program_id(0) // K
+    share_ptr = shares_ptr + program * (2 + TILE)
     used = tl.load(cu_seqlens_q_ptr + num_seqs).to(tl.int64) * (N * DV)
     total_work = tl.load(counts_ptr + 1)
     share = tl.load(counts_ptr + 2)
-    first_index = tl.load(shares_ptr + program * 2)
-    end_index = tl.load(shares_ptr + program * 2 + 1) + 1
+    first_index = tl.load(share_ptr)
+    end_index = tl.load(share_ptr + 1) + 1
+    seq, first_row, first_work, kv_tiles, start, num_queries, seq_len = query_tile(share_ptr + 2, True)
 
     end_zeros = num_tokens.to(tl.int64) * (N * DV)
     zero = tl.full([BLOCK_ZEROS], 0.0, tl.bfloat16)
@@ -181,16 +267,13 @@ def attention_decodes_n4_k4_d64_dv64_p16_bf16_block_m16_block_n64_d_high64_v_hig
     k_head_ptr = k_cache_ptr + kv_head * D
     v_head_ptr = v_cache_ptr + kv_head * V_STRIDE
     for index in tl.range(first_index, end_index, disable_licm=True):
-        seq = tl.load(decode_tiles_ptr + index * 4)
-        first_row = tl.load(decode_tiles_ptr + index * 4 + 1)
-        first_work = tl.load(decode_tiles_ptr + index * 4 + 2)
-        kv_tiles = tl.load(decode_tiles_ptr + index * 4 + 3)
+        next_ptr = decode_tiles_ptr + (index + 1) * TILE
+        next_seq, next_row, next_work, next_kv_tiles, next_start, next_queries, next_len = query_tile(
+            next_ptr, index + 1 < end_index
+        )
         my_begin = tl.maximum(program * share - first_work, 0)
         my_end = tl.minimum(program * share + share - first_work, kv_tiles)
 
-        start = tl.load(cu_seqlens_q_ptr + seq)
-        num_queries = tl.load(cu_seqlens_q_ptr + seq + 1) - start
-        seq_len = tl.load(seq_lens_ptr + seq)
         num_cached = seq_len - num_queries
         row = first_row + tl.arange(0, BLOCK_M)
         query = tl.minimum(row // G, num_queries - 1)  # rows after the last repeat it, and are not stored
@@ -209,6 +292,9 @@ def attention_decodes_n4_k4_d64_dv64_p16_bf16_block_m16_block_n64_d_high64_v_hig
         begin = my_begin
         limit = my_end
         end = tl.minimum(end, limit)
+        # The first block's number is requested beside the queries, and the loop finds it in the cache. None is negative.
+        first_block = tl.load(table_ptr + begin * BLOCK_N // P)
+        end = tl.where(first_block < 0, begin, end)
         acc = tl.full([BLOCK_M, 64], 0.0, tl.float32)
         best = tl.full([BLOCK_M], LOWEST, tl.float32)
         total = tl.full([BLOCK_M], 0.0, tl.float32)
@@ -234,3 +320,5 @@ def attention_decodes_n4_k4_d64_dv64_p16_bf16_block_m16_block_n64_d_high64_v_hig
                 part_ptr, part_best_ptr, part_total_ptr, arrivals_ptr, out_ptr,
                 program - first_program, num_parts, first_program, kv_head, start, first_row, num_rows,
             )
+        seq, first_row, first_work, kv_tiles = next_seq, next_row, next_work, next_kv_tiles
+        start, num_queries, seq_len = next_start, next_queries, next_len

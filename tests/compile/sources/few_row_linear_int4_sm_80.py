@@ -64,8 +64,8 @@ def few_row_linear_out1024_in256_bf16_int4_weight_only_bf16_block_m16_block_n64_
     pair = (tl.program_id(0) * 32 + tl.arange(0, 32))[:, None]
     first_output = pair  # of the gate
     distance = 512
+    stored = is_row
     row = out_row[None, :]
-    stored = (row < num_rows)
     first = first.to(tl.bfloat16).to(tl.float32)
     second = second.to(tl.bfloat16).to(tl.float32)
     activated = first * tl.sigmoid(first)

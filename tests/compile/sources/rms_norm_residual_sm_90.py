@@ -21,7 +21,8 @@ def rms_norm_h256_bf16_eps1e_05_weight(x_ptr, weight_ptr, out_ptr):
     weight = tl.load(weight_ptr + column, inside, 0.0)
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
-    x = tl.load(x_ptr + row + column, inside, 0.0).to(tl.float32)
+    x = tl.load(x_ptr + row + column, inside, 0.0)
+    x = x.to(tl.float32)
 
     normed = x * tl.rsqrt(tl.sum(x * x) / H + 1e-05)
     normed = normed.to(tl.bfloat16).to(tl.float32)

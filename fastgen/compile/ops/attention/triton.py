@@ -23,6 +23,9 @@ MAX_DECODE_QUERIES = 8
 # the last tiles end at different times. With four, a multiprocessor that is done takes another program.
 CHUNK_PROGRAMS = 4
 
+# Numbers by which the plan describes a decode's query tile.
+_TILE_NUMBERS = 7
+
 # Parts of a query tile that a program joins at once. More of them are joined in several levels.
 _PARTS_AT_ONCE = 8
 
@@ -78,6 +81,7 @@ def _plan(
         "window": shape.sliding_window,
         "block_s": power_of_2(max_num_seqs),
         "max_decode": MAX_DECODE_QUERIES,
+        "tile_numbers": _TILE_NUMBERS,
     }
     arguments = (
         *(Argument(name, "i32", "in") for name in ("cu_seqlens_q", "seq_lens")),
@@ -119,11 +123,12 @@ def _attend(
         "scale": float(shape.scale),
     }
     if kind == "decodes":
-        parameters |= {"parts": _PARTS_AT_ONCE, "rows": _rows_at_once(shape, tiling)}
+        parameters |= {"parts": _PARTS_AT_ONCE, "rows": _rows_at_once(shape, tiling), "tile_numbers": _TILE_NUMBERS}
     lists = ("chunk_tiles",) if kind == "chunks" else ("decode_tiles", "shares")
     arguments = (
         *(Argument(name, shape.dtype, "in") for name in ("q", "k_cache", *(() if v_is_k else ("v_cache",)))),
-        *(Argument(name, "i32", "in") for name in ("block_tables", "cu_seqlens_q", "seq_lens")),
+        *(Argument(name, "i32", "in") for name in ("block_tables", "cu_seqlens_q")),
+        *([Argument("seq_lens", "i32", "in")] if kind == "chunks" else []),
         *([Argument("slopes", shape.alibi_dtype, "in")] if shape.alibi else []),
         *([Argument("sinks", "fp32", "in")] if shape.sinks else []),
         *(Argument(name, "i32", "in") for name in (*lists, "counts")),
@@ -166,8 +171,10 @@ class AttentionPlan:
     ================  ===================  ========================================================================
     ``counts``        ``[3]``              query tiles of chunks; KV tiles of all decodes; a program's share of these
     ``chunk_tiles``   ``[…, 2]``           a query tile of a chunk: its sequence, its first row
-    ``decode_tiles``  ``[…, 4]``           a query tile of a decode: sequence, first row, KV tiles before it, its own
-    ``shares``        ``[programs, 2]``    the query tiles in which a program's share begins and ends
+    ``decode_tiles``  ``[…, 7]``           a query tile of a decode: sequence, first row, KV tiles before it, its own;
+                                           of the sequence the first token in the batch, new tokens, length
+    ``shares``        ``[programs, 9]``    the query tiles in which a program's share begins and ends; the first one's
+                                           entry again, so that a program need not look it up
     ``part`` …        ``[2 programs, …]``  a program's result for a query tile that it shares with others
     ``arrivals``      ``[…, programs, K]`` at each level, how many parts are there to be joined to this program's
     ================  ===================  ========================================================================
@@ -206,9 +213,9 @@ class AttentionPlan:
             size = (2 * self.num_programs, self.shape.num_kv_heads, self.decode_m, *size)
             return torch.zeros(size, dtype=torch.float32, device=device)
 
-        self.counts, self.shares = lists(3), lists(self.num_programs, 2)
+        self.counts, self.shares = lists(3), lists(self.num_programs, 2 + _TILE_NUMBERS)
         self.chunk_tiles = lists(max(1, self.max_chunk_tiles(token_budget)), 2)
-        self.decode_tiles = lists(self.max_decode_tiles(token_budget), 4)
+        self.decode_tiles = lists(self.max_decode_tiles(token_budget), _TILE_NUMBERS)
         self.part, self.part_best, self.part_total = parts(self.shape.v_dim), parts(), parts()
         num_levels = 1
         while _PARTS_AT_ONCE**num_levels < self.num_programs:
@@ -276,12 +283,12 @@ class AttentionKernel:
         assert len(q) <= plan.token_budget, f"{len(q)} tokens, room for {plan.token_budget}"
         caches = (k_cache, v_cache) if self._takes_values else (k_cache,)
         extras = [tensor for tensor in (slopes, sinks) if tensor is not None]
-        inputs = (q, *caches, block_tables, cu_seqlens_q, seq_lens, *extras)
+        inputs = (q, *caches, block_tables, cu_seqlens_q)
         parts = (plan.part, plan.part_best, plan.part_total, plan.arrivals)
         max_blocks = block_tables.shape[1]
         chunk_programs = plan.max_chunk_tiles(len(q)) * num_kv_heads
         chunk_grid = (min(chunk_programs, self._max_chunk_programs or chunk_programs),)
-        self._chunks(chunk_grid, *inputs, plan.chunk_tiles, plan.counts, out, max_blocks)
+        self._chunks(chunk_grid, *inputs, seq_lens, *extras, plan.chunk_tiles, plan.counts, out, max_blocks)
         decode_grid = (plan.num_programs * num_kv_heads,)
         lists = (plan.decode_tiles, plan.shares, plan.counts)
-        self._decodes(decode_grid, *inputs, *lists, out, *parts, max_blocks, len(seq_lens), len(q))
+        self._decodes(decode_grid, *inputs, *extras, *lists, out, *parts, max_blocks, len(seq_lens), len(q))
