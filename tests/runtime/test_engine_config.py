@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +79,34 @@ def config_of(
     return resolve_engine_config(
         memory_of(spec, kind=kind, memory=memory, dtype=dtype), LoadOptions("a model", **options)
     )
+
+
+# Sizes an engine for a GPU in a process of its own, and names what it imported that takes seconds.
+SIZE_FOR_A_GPU = """
+import sys, torch
+from fastgen.compile.backends.target import TargetFacts
+from fastgen.compile.host.device import Device
+from fastgen.models.measure import ModelBuild
+from fastgen.models.registry.registry import find_recipe
+from fastgen.models.resolve.resolve import resolve
+from fastgen.options import LoadOptions
+from fastgen.runtime.config import resolve_engine_config
+from fastgen.runtime.memory.ledger import MemoryModel
+
+config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 48,
+          "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 60, "max_position_embeddings": 128,
+          "rms_norm_eps": 1e-5}
+build = ModelBuild(resolve(find_recipe(config), config), torch.bfloat16, TargetFacts("triton", "sm_90", num_sms=132))
+memory = MemoryModel(build, Device("cuda", "a GPU", 64 << 30))
+found = resolve_engine_config(memory, LoadOptions("a model"))
+assert memory.ledger(found).device_bytes > 0
+print(*sorted({"sympy", "transformers"} & sys.modules.keys()))
+"""
+
+
+def test_sizes_for_a_gpu_are_found_without_what_takes_seconds_to_import() -> None:
+    done = subprocess.run([sys.executable, "-c", SIZE_FOR_A_GPU], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
 
 
 def test_defaults() -> None:
