@@ -8,6 +8,7 @@ is marked as not recorded.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -72,8 +73,9 @@ def render(results: Path = RESULTS, template: str = "status.md.j2") -> str:
 
 
 def files(results: Path, kind: str) -> list[Path]:
-    """Returns the files of a kind, such as ``scheduler``, the newest last."""
-    return sorted(each for each in results.glob(f"{kind}*.json") if each.stem[len(kind) :].lstrip("_0123456789-") == "")
+    """Returns the files of a kind, such as ``scheduler``, by date and number, the newest last."""
+    found = [each for each in results.glob(f"{kind}*.json") if each.stem[len(kind) :].lstrip("_0123456789-") == ""]
+    return sorted(found, key=lambda each: [int(number) for number in re.findall(r"\d+", each.stem[len(kind) :])])
 
 
 def newest(results: Path, kind: str) -> dict[str, Any]:

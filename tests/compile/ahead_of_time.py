@@ -41,7 +41,7 @@ from tests.recipe_tools.published import CONFIGS
 ROOT: Final = Path(__file__).resolve().parents[2]
 RESULTS: Final = ROOT / "benchmarks" / "results" / "kernels_aot_2026-11-21.json"
 # Built by the oldest Triton that is allowed.
-OLDEST: Final = ROOT / "benchmarks" / "results" / "kernels_oldest_triton_2026-11-27_2.json"
+OLDEST: Final = ROOT / "benchmarks" / "results" / "kernels_oldest_triton_2026-11-27_3.json"
 PAGE: Final = ROOT / "docs" / "kernels.md"
 BEGIN, END = "<!-- built ahead of time: begin -->\n", "<!-- built ahead of time: end -->\n"
 _KEPT: Final = ("registers", "spill_bytes", "shared_bytes", "shared_limit_bytes", "matrix_instructions", "occupancy")

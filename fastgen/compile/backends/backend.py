@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastgen.compile.backends.kernels import KernelSet
 from fastgen.compile.backends.model_ops import Ops
@@ -87,8 +86,12 @@ class Backend(ABC):
         """Returns room for keys ``[B, P, K, D]`` and values ``[B, P, K, D]``, laid out in memory as attention reads
         them. A backend may order the numbers inside a block in its own way. With a ``latent_dim`` values are the first
         features of the keys."""
-        k, v = (torch.empty(num_blocks, block_size, num_heads, head_dim, dtype=dtype, device=device) for _ in range(2))
-        return k, v if latent_dim is None else k[..., :latent_dim]
+        sizes = (num_blocks, block_size, num_heads, head_dim)
+        k = torch.empty(sizes, dtype=dtype, device=device)
+        if latent_dim is not None:
+            return k, k[..., :latent_dim]
+        # Not by `empty_like`: on `meta` torch imports sympy for that, which takes seconds.
+        return k, torch.empty(sizes, dtype=dtype, device=device)
 
     def row_sampling(self, vocab_size: int, *, max_rows: int, device: torch.device = _CPU) -> cpp.SamplingKernel | None:
         """Returns the kernel that samples rows which the host describes in every step; ``None`` if there is none."""
@@ -120,13 +123,6 @@ class Backend(ABC):
         """Returns what keeps the captured steps of an engine; see :class:`GraphPool`."""
         assert self.loader is not None, "steps are captured with kernels, which a loader loads"
         return GraphPool(device, self.loader, expected_bytes=expected_bytes)
-
-    def library_started(
-        self, model: nn.Module, sizes: Sequence[int], row_sizes: Sequence[int], device: torch.device
-    ) -> AbstractContextManager[None]:
-        """Lets libraries load beside the block what steps of ``sizes`` tokens need, of which ``row_sizes`` need logits.
-        The model may lack its weights."""
-        return nullcontext()
 
     def engine_specs(self, vocab_size: int) -> list[KernelSpec]:
         """Returns the kernels that an engine needs beside those of the model's ops."""

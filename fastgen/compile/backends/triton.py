@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastgen.compile.backends.backend import MAX_LOGPROBS, Backend
-from fastgen.compile.backends.library_start import library_products, started_beside
 from fastgen.compile.backends.model_ops import Ops
 from fastgen.compile.backends.modules import fused
 from fastgen.compile.backends.modules.collectives import AllReduce
@@ -114,14 +112,6 @@ class TritonBackend(Backend):
             device=sampled_ids.device,
             sampled_ids=sampled_ids,
         )
-
-    def library_started(
-        self, model: nn.Module, sizes: Sequence[int], row_sizes: Sequence[int], device: torch.device
-    ) -> AbstractContextManager[None]:
-        """Computes a product of each size on a GPU; see :mod:`~fastgen.compile.backends.library_start`."""
-        if device.type != "cuda":
-            return nullcontext()
-        return started_beside(library_products(model, sizes, row_sizes), device)
 
     def engine_specs(self, vocab_size: int) -> list[KernelSpec]:
         """Returns the sampler's kernels."""

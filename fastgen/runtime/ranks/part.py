@@ -91,12 +91,10 @@ def load_forward(
     is called before the first step runs or is captured.
     """
     spec, dtype = described.spec, described.dtype
-    sizes, row_sizes = captured_sizes(config.token_budget), captured_sizes(config.max_rows)
-    with backend.library_started(new.model, sizes, row_sizes, device):
-        with progress_bar("kernels", enabled=bool(backend.specs())) as kernel_progress:
-            backend.build(kernel_progress)
-        with progress_bar("weights", unit="B") as progress:
-            load_weights(checkpoint, new.slots, ignored=spec.ignored_tensors, progress=progress)
+    with progress_bar("kernels", enabled=bool(backend.specs())) as kernel_progress:
+        backend.build(kernel_progress)
+    with progress_bar("weights", unit="B") as progress:
+        load_weights(checkpoint, new.slots, ignored=spec.ignored_tensors, progress=progress)
     kv_cache = PagedKVCache(
         kv_groups(spec),
         kv_shapes(spec),

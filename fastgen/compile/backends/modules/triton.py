@@ -4,7 +4,7 @@ they come, or quantized.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,6 @@ from fastgen.compile.host.ranks import Ranks
 from fastgen.compile.ops.activation.triton import ActivationKernel
 from fastgen.compile.ops.embedding.triton import EmbeddingKernel, RowGatherKernel
 from fastgen.compile.ops.experts.triton import CombineKernel, GroupedLinearKernel, RouteKernel, SortKernel
-from fastgen.compile.ops.linear.tiling import FewRowShape
 from fastgen.compile.ops.linear.triton import LinearKernel
 from fastgen.compile.weights.formats import WeightOnlyFormat
 from fastgen.compile.weights.quantized import QuantizedWeight
@@ -82,15 +81,6 @@ class Linear(StoredLinear):
         out = x.new_empty(len(x), self.total, dtype=self._out_dtype or x.dtype)
         self._kernel(x, self.weight, self.bias, out)
         return out
-
-    @property
-    def library_key(self) -> FewRowShape:
-        """Returns what the library's products of so many rows depend on."""
-        return self._kernel.shape
-
-    def library_product(self, num_rows: int) -> Callable[[], None] | None:
-        """Returns what computes the layer by the library once; see :meth:`LinearKernel.library_product`."""
-        return self._kernel.library_product(num_rows, self.weight, self.bias)
 
     def finishes(self, x: Tensor) -> bool:
         """Returns whether kernels compute the layer of ``x`` and the op that follows at once."""
@@ -283,15 +273,6 @@ class Head(nn.Module):
     def bias_slot(self) -> Tensor | None:
         """Returns the place of the checkpoint's bias."""
         return None if self.bias is None else self.bias.data
-
-    @property
-    def library_key(self) -> FewRowShape:
-        """Returns what the library's products of so many rows depend on."""
-        return self._kernel.shape
-
-    def library_product(self, num_rows: int) -> Callable[[], None] | None:
-        """Returns what computes the product by the library once; see :meth:`LinearKernel.library_product`."""
-        return self._kernel.library_product(num_rows, self.table.weight, None)
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         if out is None:

@@ -19,7 +19,7 @@ from fastgen.compile.build.builder import Kernel
 from fastgen.compile.capture.recording import library_call
 from fastgen.compile.ops.linear.finish import NO_FINISH, AddAndNorm, Finish
 from fastgen.compile.ops.linear.tiling import MAX_ROWS, FewRowShape, SplitK, row_tile
-from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2, torch_dtype
+from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
 from fastgen.compile.weights.formats import GROUP, WeightOnlyFormat
 from fastgen.compile.weights.quantized import CODES, SCALES, QuantizedWeight
 
@@ -247,7 +247,7 @@ class LinearKernel:
         finish: Finish | None = None,
         needed_by: tuple[str, ...] = (),
     ):
-        self.shape, self._dequantize, self._dequantized = shape, None, None
+        self._shape, self._dequantize, self._dequantized = shape, None, None
         if shape.weight != "plain" and shape.library_serves:
             assert dequantized is not None, f"{shape}: the library needs room for the dequantized weight"
             self._dequantized = dequantized[: shape.out_features * shape.in_features].view(
@@ -286,54 +286,27 @@ class LinearKernel:
         few = self._few.get(row_tile(len(x))) if len(x) <= MAX_ROWS else None
         if few is not None:
             few(x, weight, bias, out)
-        elif self._is_whole(len(x), x, bias):
-            self._multiply(x, self._plain(weight), bias, out)
-        else:
+        elif self._shape.library_widens and bias is None and has_wide_products(x):
+            assert isinstance(weight, Tensor)
+            library_call(torch.mm, x, weight.t(), out_dtype=out.dtype, out=out)
+        elif len(x) > MAX_ROWS and self._in_pieces(len(x)):
             for start in range(0, len(x), MAX_ROWS):
                 rows = slice(start, start + MAX_ROWS)
                 self(x[rows], weight, bias, out[rows])
-
-    def library_product(
-        self, num_rows: int, weight: Tensor | QuantizedWeight, bias: Tensor | None
-    ) -> Callable[[], None] | None:
-        """Returns what has the library compute the layer of ``num_rows`` rows, of whatever is in memory, and drops the
-        result. ``None`` where kernels compute them."""
-        if num_rows <= MAX_ROWS and (self.finishes(num_rows) or row_tile(num_rows) in self._few):
-            return None
-        plain = weight if isinstance(weight, Tensor) else self._dequantized
-        if plain is None or not self._is_whole(num_rows, plain, bias):
-            return None
-
-        def multiply() -> None:
-            x = plain.new_empty(num_rows, plain.shape[1])
-            dtype = torch_dtype(self.shape.out_dtype or self.shape.dtype)
-            self._multiply(x, plain, bias, plain.new_empty(num_rows, plain.shape[0], dtype=dtype))
-
-        return multiply
-
-    def _is_whole(self, num_rows: int, x: Tensor, bias: Tensor | None) -> bool:
-        """Returns whether one product of the library has all rows."""
-        return self._widens(x, bias) or num_rows <= MAX_ROWS or not self._in_pieces(num_rows)
-
-    def _widens(self, x: Tensor, bias: Tensor | None) -> bool:
-        """Returns whether the library multiplies numbers of 16 bits to fp32."""
-        return self.shape.library_widens and bias is None and has_wide_products(x)
-
-    def _multiply(self, x: Tensor, plain: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        if self._widens(x, bias):
-            library_call(torch.mm, x, plain.t(), out_dtype=out.dtype, out=out)
-        elif bias is None:
-            library_call(torch.mm, x, plain.t(), out=out)
         else:
-            library_call(torch.addmm, bias, x, plain.t(), out=out)
+            plain = self._plain(weight)
+            if bias is None:
+                library_call(torch.mm, x, plain.t(), out=out)
+            else:
+                library_call(torch.addmm, bias, x, plain.t(), out=out)
 
     def _has_pieces(self) -> bool:
         """Returns whether kernels for few rows may compute more, in pieces."""
-        return not self.shape.library_serves or self.shape.weight != "plain"
+        return not self._shape.library_serves or self._shape.weight != "plain"
 
     def _in_pieces(self, num_rows: int) -> bool:
         """Returns whether kernels for few rows compute this many, in pieces."""
-        if not self.shape.library_serves:
+        if not self._shape.library_serves:
             return True
         return self._has_pieces() and MAX_ROWS in self._few and num_rows <= _MOST_PIECES * MAX_ROWS
 
