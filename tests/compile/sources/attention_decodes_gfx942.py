@@ -1,4 +1,4 @@
-# attention(kind=decodes, N=4, K=4, D=64, DV=64, P=16, dtype=bf16, sinks=False, block_m=16, block_n=64, d_high=64, v_high=64, v_is_k=False, ahead=False, persistent=False, v_stride=64, q_stride=768, scale=0.125, parts=8, rows=8, tile_numbers=7, num_warps=4, num_stages=2, maxnreg=255) for triton
+# attention(kind=decodes, N=4, K=4, D=64, DV=64, P=16, dtype=bf16, sinks=False, block_m=16, block_n=64, d_high=64, v_high=64, v_is_k=False, ahead=False, persistent=False, v_stride=64, q_stride=768, scale=0.125, parts=8, rows=1, tile_numbers=7, early_lists=True, num_warps=4, num_stages=2, maxnreg=255) for triton
 # llama on gfx942, weights in bf16
 # num_warps=4
 # num_stages=2
@@ -40,7 +40,7 @@ SCALE = tl.constexpr(0.125)
 LOG2E = tl.constexpr(1.4426950408889634)  # softmax is computed with powers of 2
 LOWEST = tl.constexpr(-1.0e30)  # below every score, but finite: a row that has seen no key sums to 0, not NaN
 PARTS = tl.constexpr(8)  # of a query tile, joined at once
-ROWS = tl.constexpr(8)  # of a query tile, joined at once
+ROWS = tl.constexpr(1)  # of a query tile, joined at once
 BLOCK_D = tl.constexpr(64)
 BLOCK_ZEROS = tl.constexpr(1024)
 TILE = tl.constexpr(7)  # numbers that describe a query tile

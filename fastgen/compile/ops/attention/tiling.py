@@ -10,6 +10,8 @@ from fastgen.compile.spec import power_of_2
 from fastgen.errors import InvalidArgumentError
 from fastgen.version import installed_version
 
+MAX_REGISTERS = 255  # of a thread on NVIDIA's GPUs
+
 
 @dataclass(frozen=True)
 class Tiling:
@@ -35,7 +37,7 @@ class Tiling:
         Without a limit the assembler takes more where it can, and spills some where that makes room for one more
         program, which is not planned for.
         """
-        return min(255, _SM_REGISTERS // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
+        return min(MAX_REGISTERS, _SM_REGISTERS // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
 
 
 _TWO_BUFFERS = 5  # stages on NVIDIA's: see below
@@ -79,14 +81,14 @@ _TRITON_WITH_ROOM = (3, 9)
 # its keys and values are not read again for each 16 of them: up to 64 rows, or 32 where a head is large.
 _DECODES: dict[str, dict[int, Tiling]] = {
     "sm_80": {
-        64: Tiling(16, 64, 4, 3, programs_per_sm=4),
+        64: Tiling(16, 64, 4, 3, programs_per_sm=3),
         80: Tiling(16, 64, 4, 3, programs_per_sm=2),
         128: Tiling(16, 64, 4, 3, programs_per_sm=2),
         256: Tiling(16, 32, 4, 3, programs_per_sm=2),
         576: Tiling(16, 32, 4, 2, programs_per_sm=2),
     },
     "sm_86": {
-        64: Tiling(16, 64, 4, 3, programs_per_sm=4),
+        64: Tiling(16, 64, 4, 3, programs_per_sm=3),
         80: Tiling(16, 64, 4, 3, programs_per_sm=2),
         128: Tiling(16, 32, 4, 3, programs_per_sm=3),
         256: Tiling(16, 32, 4, 3, programs_per_sm=2),
@@ -105,7 +107,7 @@ _DECODES |= {"sm_89": _DECODES["sm_86"], "sm_100": _DECODES["sm_80"]}
 # 3.6 or by later ones.
 _CHUNKS_GATHERED = {"sm_90": {256: Tiling(64, 32, 8, 5), 576: Tiling(32, 32, 8, 5)}}
 _CHUNKS_GATHERED |= {"sm_100": _CHUNKS_GATHERED["sm_90"]}
-_DECODES_GATHERED = {"sm_80": {64: Tiling(16, 64, 4, 2, programs_per_sm=4)}}
+_DECODES_GATHERED = {"sm_80": {64: Tiling(16, 64, 4, 2, programs_per_sm=3)}}
 # fp32 dots are exact, without tensor cores, and their operands lie in registers.
 _CHUNKS_FP32, _DECODES_FP32 = Tiling(16, 16, 8, 1), Tiling(16, 16, 4, 1, programs_per_sm=1)
 

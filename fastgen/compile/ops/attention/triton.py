@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgen.compile.build.builder import Kernel
 from fastgen.compile.ops.attention.shape import AttentionShape
-from fastgen.compile.ops.attention.tiling import Tiling, chunk_tiling, decode_tiling
+from fastgen.compile.ops.attention.tiling import MAX_REGISTERS, Tiling, chunk_tiling, decode_tiling
 from fastgen.compile.ops.overlap import overlapped
 from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
 
@@ -124,6 +124,8 @@ def _attend(
     }
     if kind == "decodes":
         parameters |= {"parts": _PARTS_AT_ONCE, "rows": _rows_at_once(shape, tiling), "tile_numbers": _TILE_NUMBERS}
+        # Whether a query tile's entry is read while the tile before is computed, which takes registers.
+        parameters["early_lists"] = _has_all_registers(tiling)
     lists = ("chunk_tiles",) if kind == "chunks" else ("decode_tiles", "shares")
     arguments = (
         *(Argument(name, shape.dtype, "in") for name in ("q", "k_cache", *(() if v_is_k else ("v_cache",)))),
@@ -146,9 +148,15 @@ _DECODE_NUMBERS = ("max_blocks", "num_seqs", "num_tokens")
 
 
 def _rows_at_once(shape: AttentionShape, decode: Tiling) -> int:
-    """Returns how many rows of :data:`_PARTS_AT_ONCE` parts a program reads at once: about 32 numbers a thread."""
+    """Returns how many rows of :data:`_PARTS_AT_ONCE` parts a program reads at once: those of a decode without drafts, and
+    at most 32 numbers a thread. Where a thread has few registers, it is one row."""
     rows = 32 * 32 * decode.num_warps // (_PARTS_AT_ONCE * power_of_2(shape.v_dim))
-    return min(max(1, rows), decode.block_m)
+    return min(max(1, rows), power_of_2(shape.group_size), decode.block_m) if _has_all_registers(decode) else 1
+
+
+def _has_all_registers(tiling: Tiling) -> bool:
+    """Returns whether a thread may have as many registers as there can be, so that none must be spilled for others."""
+    return tiling.maxnreg == MAX_REGISTERS
 
 
 def _parts(size: int) -> tuple[int, int | None]:
