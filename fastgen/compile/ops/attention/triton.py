@@ -148,8 +148,8 @@ _DECODE_NUMBERS = ("max_blocks", "num_seqs", "num_tokens")
 
 
 def _rows_at_once(shape: AttentionShape, decode: Tiling) -> int:
-    """Returns how many rows of :data:`_PARTS_AT_ONCE` parts a program reads at once: those of a decode without drafts, and
-    at most 32 numbers a thread. Where a thread has few registers, it is one row."""
+    """Returns how many rows of :data:`_PARTS_AT_ONCE` parts a program reads at once: those of a decode without drafts,
+    and at most 32 numbers a thread. Where a thread has few registers, it is one row."""
     rows = 32 * 32 * decode.num_warps // (_PARTS_AT_ONCE * power_of_2(shape.v_dim))
     return min(max(1, rows), power_of_2(shape.group_size), decode.block_m) if _has_all_registers(decode) else 1
 
