@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu.results import commit, now
+from benchmarks.new_file import new_file
 from benchmarks.serving import served
 from fastgen.lab.machine import processor
 from fastgen.models.checkpoint.builtins import BUILTINS
@@ -80,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--guidellm", default=shutil.which("guidellm") or "guidellm", help="the program")
     parser.add_argument("--model", default="tiny-llama", choices=sorted(BUILTINS))
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=new_file, required=True)
     options = parser.parse_args()
     done = subprocess.run([options.guidellm, "--version"], capture_output=True, text=True, check=True)
     about = {"machine": processor(), "cores": os.cpu_count(), "date": now(), "commit": commit()}

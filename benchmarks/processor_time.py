@@ -21,6 +21,7 @@ from pathlib import Path
 
 from benchmarks.cpu.evidence import Data
 from benchmarks.cpu.results import commit
+from benchmarks.new_file import new_file
 from benchmarks.replicas import NUM_STREAMS, SIDES, throughput
 from benchmarks.serving import served
 from fastgen.lab.machine import processor
@@ -82,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ray-defaults", action="store_true")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=new_file, required=True)
     arguments = parser.parse_args()
     if arguments.ray_defaults:
         os.environ.update(RAY_DEFAULTS)

@@ -29,6 +29,7 @@ from benchmarks.cpu.calibration import Calibration
 from benchmarks.cpu.evidence import Data, Figure, Lack, evidence
 from benchmarks.cpu.models import write_model
 from benchmarks.cpu.results import commit, now
+from benchmarks.new_file import new_file
 from benchmarks.serving import (
     FLAGS,
     KINDS,
@@ -109,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="tiny-llama,llama-110m", help="built-in ones, or of benchmarks.cpu.models")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=new_file)
     arguments = parser.parse_args()
     machine = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
     about = {"machine": machine, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "fastgen": fastgen.__version__}

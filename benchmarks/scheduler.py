@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.new_file import new_file
 from fastgen.lab.machine import processor
 from fastgen.runtime.flight.recorder import SNAPSHOTS, Recorder
 from fastgen.runtime.flight.snapshot import SchedulerState
@@ -150,7 +151,7 @@ def engine_submit(make_sampling: Callable[[], SamplingParams]) -> Callable[[], C
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=new_file)
     output: Path | None = parser.parse_args().output
     step_us = step_times_us()
     figures = {

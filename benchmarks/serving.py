@@ -50,6 +50,7 @@ from benchmarks.cpu.calibration import Calibration
 from benchmarks.cpu.evidence import LEAST_STEADY, Data, Figure, Lack, around, evidence, is_close, was_steady
 from benchmarks.cpu.models import write_model
 from benchmarks.cpu.results import commit, now
+from benchmarks.new_file import new_file
 from fastgen.lab.machine import processor
 
 
@@ -340,7 +341,7 @@ def main() -> None:
     parser.add_argument("--models", default="tiny-llama,llama-110m", help="built-in ones, or of benchmarks.cpu.models")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of requests: " + ", ".join(KINDS))
     parser.add_argument("--rounds", type=int, default=4 * LEAST_STEADY, help="rounds after which to give up")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=new_file)
     parser.add_argument("--library", metavar="MODEL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.library is not None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import fastgen
+from benchmarks.new_file import new_file
 from fastgen.lab.machine import processor
 
 # Each stream has so many tokens before the prompt comes, so that the model of step times has seen decodes.
@@ -103,7 +104,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=60_000, help="cut to what the model takes")
     parser.add_argument("--targets", type=float, nargs="+", default=[20.0, 30.0, 40.0], help="milliseconds")
     parser.add_argument("--token-budget", type=int, default=512)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=new_file)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         model = arguments.model or make_model(Path(directory))

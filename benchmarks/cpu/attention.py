@@ -22,13 +22,13 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.cpu.machine_limits import Limits, Machine, is_steady
 from benchmarks.cpu.results import about_this_run
+from benchmarks.new_file import new_file
 from fastgen.compile.build.cpp import CppBuilder, CppKernel, cpp_arch
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host import device
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--chunk", nargs=2, type=int, default=(64, 2048), help="new tokens, and all; 0 0 for none")
     parser.add_argument("--num-threads", type=int, default=device.current("cpu").num_cores)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    parser.add_argument("--json", type=new_file, help="write everything measured to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     here = device.current("cpu")

@@ -22,6 +22,7 @@ import fastgen
 from benchmarks.cpu.engines.fastgen_llm import OPTIONS
 from benchmarks.cpu.neighbour import Neighbour, neighbour_on
 from benchmarks.cpu.results import about_this_run
+from benchmarks.new_file import new_file
 from fastgen.compile.host import device
 from fastgen.runtime.engine import Engine
 
@@ -73,7 +74,7 @@ def main() -> None:
     parser.add_argument("--busy-core", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=60, help="a round's, with the neighbour and again without")
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    parser.add_argument("--json", type=new_file, help="write everything measured to this file")
     options = parser.parse_args()
     here = device.current("cpu")
     with neighbour_on(options.busy_core) as neighbour:

@@ -21,6 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.new_file import new_file
+
 SIZES = {"vocab_size": 16_000, "max_position_embeddings": 1024, "pad_token_id": 0, "eos_token_id": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": (
@@ -103,7 +105,7 @@ def measure(model: str, build: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=new_file)
     parser.add_argument("--measure", nargs=2, metavar=("MODEL", "BUILD"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.measure is not None:

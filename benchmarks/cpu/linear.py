@@ -21,7 +21,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ import torch
 from benchmarks.cpu.machine_limits import Limits, Machine, is_steady
 from benchmarks.cpu.neighbour import neighbour_on
 from benchmarks.cpu.results import about_this_run
+from benchmarks.new_file import new_file
 from fastgen.compile.build.cpp import CppBuilder, CppKernel, cpp_arch
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.host import device
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--num-threads", type=int, default=device.current("cpu").num_cores)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--busy-core", type=int, help="keep this core busy with another process")
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    parser.add_argument("--json", type=new_file, help="write everything measured to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     here = device.current("cpu")

@@ -27,6 +27,7 @@ import torch
 from benchmarks.gpu.measuring import Row, about_machine, clocks
 from benchmarks.gpu.part import PARTS
 from benchmarks.gpu.verdict import MISSED, PASSED, errors, verdict
+from benchmarks.new_file import new_file
 
 _LEAST_SECONDS = 15.0  # with less left, no part starts
 
@@ -133,7 +134,7 @@ def _chosen(text: str) -> list[str]:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--parts", type=_chosen, default=list(PARTS), help=f"of {', '.join(PARTS)}; by default all")
-    parser.add_argument("--json", type=Path, help="where the results go")
+    parser.add_argument("--json", type=new_file, help="where the results go")
     parser.add_argument("--minutes", type=float, default=9.0, help="after which what is measured stays and all ends")
     parser.add_argument("--toy", action="store_true", help="run the code on a CPU, interpreted, at sizes of a toy")
     parser.add_argument("--judge", type=Path, nargs="+", metavar="FILE", help="compare earlier results with the goals")

@@ -28,6 +28,7 @@ from statistics import fmean, median
 from typing import Any, TypeVar, cast
 
 import fastgen
+from benchmarks.new_file import new_file
 from fastgen.lab.devices.calibration import recorded_sizes
 from fastgen.lab.devices.designed_steps import DesignedSteps
 from fastgen.lab.machine import machine_facts
@@ -320,7 +321,7 @@ def main() -> None:
     parser.add_argument("--clock", choices=["cpu", "wall"], default="cpu")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--raw", type=Path, required=True, help="a directory for the runs' records")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=new_file)
     options = parser.parse_args()
     options.raw.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}

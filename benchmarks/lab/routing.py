@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from benchmarks.lab.ray_prefix import RayPrefix
 from benchmarks.lab.routing_load import conversations, prefixes
+from benchmarks.new_file import new_file
 from fastgen.lab.machine import machine_facts
 from fastgen.lab.metrics.goodput import SLO
 from fastgen.lab.metrics.means import mean_interval
@@ -255,7 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("comparisons", nargs="*", metavar="COMPARISON", help=f"of {', '.join(COMPARISONS)}; or all")
     parser.add_argument("--routers", nargs="+", default=(), metavar="ROUTER", help="run only these again; or all")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=new_file, required=True)
     parser.add_argument("--tables", action="store_true", help="print the tables of the file, and run nothing")
     options = parser.parse_args()
     content = json.loads(options.output.read_text()) if options.output.exists() else {}

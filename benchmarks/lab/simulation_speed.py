@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.new_file import new_file
 from fastgen.lab.machine import machine_facts
 from fastgen.lab.simulation import ServerSettings, Simulation
 from fastgen.lab.workloads.request import PlannedRequest
@@ -57,7 +58,7 @@ def measure(name: str, records_flight: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=new_file)
     output: Path | None = parser.parse_args().output
     results = {}
     for name in LOADS:

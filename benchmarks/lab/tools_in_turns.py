@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu.results import now
+from benchmarks.new_file import new_file
 from benchmarks.serving import served
 from fastgen.lab.imports.results import read_results
 from fastgen.lab.machine import machine_facts
@@ -263,7 +264,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=500, help="requests of a run; a P99 takes 500")
     parser.add_argument("--rate", type=float, default=20.0, help="requests a second")
     parser.add_argument("--even", action="store_true", help="send requests at equal intervals")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=new_file)
     parser.add_argument("--raw", type=Path, help="keep the tools' own results in this .tar.gz")
     options = parser.parse_args()
     if not options.vllm and not options.guidellm:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import fastgen
 from benchmarks.cpu.results import about_this_run
+from benchmarks.new_file import new_file
 from training.data import IGNORED, training_row
 
 # ``dtype``, ``quantize`` and ``target`` of each; the others are compared with the first.
@@ -196,7 +197,7 @@ def main() -> None:
     parser.add_argument("random_models", nargs="*", type=Path, help="directories that benchmarks.cpu.models wrote")
     parser.add_argument("--rows", type=int, default=24, help=f"of {_ROW_TOKENS} tokens, for each built-in model")
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--json", type=Path, help="write what is measured to this file")
+    which.add_argument("--json", type=new_file, help="write what is measured to this file")
     which.add_argument("--render", type=Path, help="print the page of this file")
     options = parser.parse_args()
     if options.json:

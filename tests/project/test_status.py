@@ -36,6 +36,8 @@ def test_the_readme_says_what_the_results_say() -> None:
     text, rows = README.read_text(), render(template="readme_rows.md.j2")
     assert with_rows(text, rows) == text, "run `python -m tools.status`"
     assert headline(newest_of_each_model(RESULTS)) in rows
+    long = [row for row in rows.splitlines() if row and len(row.split("|")[2].split()) > 65]
+    assert not long, "the README's cells are read at a glance; the rest belongs into docs/status.md"
     with pytest.raises(ValueError, match="0 rows"):
         with_rows("# fastgen\n", rows)
     table = "| a | b |\n| Lab | {} |\n| Labs | c |"

@@ -25,6 +25,7 @@ from typing import Any
 import transformers
 
 import fastgen
+from benchmarks.new_file import new_file
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
@@ -265,7 +266,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20_000, help="over all scenarios")
     parser.add_argument("--pool", type=int, default=300, help="distinct requests of a scenario")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="a JSON file")
+    parser.add_argument("--output", type=new_file, help="a JSON file")
     given = parser.parse_args()
     share = -(-given.requests // len(SCENARIOS))
     found = {}

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import fastgen
+from benchmarks.new_file import new_file
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from tests.serving.held import Held, shared_memory, still_there
 from tests.serving.http_client import Answered, BrokenAnswerError, RawClient, ask, get
@@ -364,7 +365,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="a JSON file")
+    parser.add_argument("--output", type=new_file, help="a JSON file")
     given = parser.parse_args()
     found: dict[str, Any] = {
         "what": "ill-behaved clients, and an engine that is killed under load: tests/serving/storm.py",

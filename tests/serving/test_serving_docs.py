@@ -8,11 +8,21 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import typer
 
 from fastgen.arguments import arguments_of
 from fastgen.cli import app
+from fastgen.runtime.requests import response_format
+from fastgen.runtime.sampling import kept_formats, structured_output
+from fastgen.serving.admission import request_limits
+from fastgen.serving.engine import recent_requests
+from fastgen.serving.http.openai.messages import MAX_PARTS
+from fastgen.serving.http.openai.requests import MAX_PROMPTS
+from fastgen.serving.isolated.encoding import encoder
+from fastgen.serving.isolated.grammars import queue, trial
+from fastgen.serving.isolated.templates import renderer
 from fastgen.serving.lmi.translate import KEYS
 from fastgen.serving.options import ServeOptions
 from tests.pages import DOCS, blocks, section
@@ -33,6 +43,41 @@ def test_every_argument_of_serving_has_its_flag() -> None:
     named = {flag.removeprefix("--").replace("-", "_") for flag in re.findall(r"`(--[\w-]+)`", rows)}
     named |= set(re.findall(r"\(`(\w+)`\)", rows))
     assert {argument.name for argument in arguments_of(ServeOptions)} <= named
+
+
+def test_the_table_of_bounds_without_a_flag_has_their_numbers() -> None:
+    rows = {}
+    for line in section(PAGE, "Safety").partition("**Bounds without a flag**")[2].strip().splitlines()[4:]:
+        _, what, most, *_ = (cell.strip() for cell in line.split("|"))
+        rows[what.partition(":")[0].partition(";")[0]] = [float(each.replace(",", "")) for each in most.split("; ")]
+    mib = 1 << 20
+
+    def isolated(process: ModuleType, *sizes: float, waiting: int) -> list[float]:
+        return [process.MAX_CPU_S, process.MAX_MEMORY_BYTES / mib, *sizes, process.MAX_PROCESSES, waiting]
+
+    assert rows == {
+        "prompts of a call": [MAX_PROMPTS],
+        "answers of a call": [request_limits.MAX_CALL_ANSWERS],
+        "completions of a prompt": [request_limits.MAX_N, request_limits.MAX_BEAMS],
+        "answers beyond the first of each request, of all open requests": [request_limits.MAX_MORE_ANSWERS],
+        "token ids of all prompts of a call": [request_limits.MAX_TOKEN_IDS],
+        "messages of a conversation": [request_limits.MAX_MESSAGES, MAX_PARTS],
+        "stop strings": [
+            request_limits.MAX_STOP_STRINGS,
+            request_limits.MAX_STOP_CHARACTERS,
+            request_limits.MAX_STOP_TOKEN_IDS,
+        ],
+        "biases of tokens": [request_limits.MAX_BIASES],
+        "alternatives of a token": [request_limits.MAX_LOGPROBS],
+        "log-probabilities of a request": [request_limits.MAX_REQUEST_LOGPROBS, request_limits.MAX_OPEN_LOGPROBS],
+        "a schema as a text, in characters": [response_format.MAX_CHARACTERS],
+        "lexer states of a compiled format": [structured_output._LIMITS["max_lexer_states"]],
+        "kept formats": [kept_formats.MAX_KEPT, kept_formats.MOST_BYTES / mib],
+        "compiling a format": isolated(trial, waiting=queue.MAX_WAITING),
+        "rendering a conversation": isolated(renderer, renderer.MAX_CHARACTERS, waiting=renderer.MAX_WAITING),
+        "encoding a text by a process": isolated(encoder, waiting=encoder.MAX_WAITING),
+        "requests whose recording is remembered": [recent_requests.MAX_REMEMBERED],
+    }
 
 
 def test_every_key_of_lmi_is_in_the_table() -> None:

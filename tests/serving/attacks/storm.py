@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
 from multiprocessing.queues import Queue
-from pathlib import Path
 from typing import Any
 
 import fastgen
 from benchmarks.cpu.results import commit
+from benchmarks.new_file import new_file
 from fastgen.lab.machine import processor
 from fastgen.serving.clients.deployments import deployments
 from tests.serving.attacks import bodies, connections, formats, grpc_connections, json_bodies, logprobs
@@ -96,6 +96,9 @@ class Found:
     # How often each attack ended in each way.
     attacks: Counter[str] = field(default_factory=Counter)
     memory_before: int = 0
+    # What the server keeps when all have gone, after each turn of attacks: memory, and open files.
+    memory_after: list[int] = field(default_factory=list)
+    files_after: list[int] = field(default_factory=list)
     # What the server has not released, or does not answer, afterwards.
     wrong: list[str] = field(default_factory=list)
 
@@ -115,6 +118,8 @@ class Found:
             "p99_gap_ratio_to_alone": round(self.p99_ratio(self.alone), 2),
             "p99_gap_ratio_to_other_work": round(self.p99_ratio(self.control), 2),
             "memory_before_bytes": self.memory_before,
+            "memory_after_turns_bytes": self.memory_after,
+            "open_files_after_turns": self.files_after,
             "attacks": dict(sorted(self.attacks.items())),
             "wrong afterwards": self.wrong,
         }
@@ -224,7 +229,9 @@ def run(
             found.attacks += happened.get(timeout=2 * HANG_S)
         for attacker in attackers:
             attacker.join()
-        asyncio.run(until_quiet(server.address))
+        quiet = asyncio.run(until_quiet(server.address))
+        found.memory_after.append(resident_bytes(server.process.pid))
+        found.files_after.append(round(quiet["fastgen_server_process_open_fds"]))
     found.wrong = asyncio.run(wrong_after(server, pool))
     return found
 
@@ -254,7 +261,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120, help="of all turns beside attacks, together")
     parser.add_argument("--turns", type=int, default=2, help="of each kind")
     parser.add_argument("--streams", type=int, default=50)
-    parser.add_argument("--output", type=Path, help="a JSON file")
+    parser.add_argument("--output", type=new_file, help="a JSON file")
     given = parser.parse_args()
     about: dict[str, Any] = {
         "what": "every attack of tests/serving/attacks at once, beside honest streams: tests/serving/attacks/storm.py",
