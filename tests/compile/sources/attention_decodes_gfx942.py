@@ -44,6 +44,7 @@ ROWS = tl.constexpr(1)  # of a query tile, joined at once
 BLOCK_D = tl.constexpr(64)
 BLOCK_ZEROS = tl.constexpr(1024)
 TILE = tl.constexpr(7)  # numbers that describe a query tile
+NO_BLOCK = tl.constexpr(-(2**31))
 
 
 @triton.jit
@@ -292,9 +293,10 @@ def attention_decodes_n4_k4_d64_dv64_p16_bf16_block_m16_block_n64_d_high64_v_hig
         begin = my_begin
         limit = my_end
         end = tl.minimum(end, limit)
-        # The first block's number is requested beside the queries, and the loop finds it in the cache. None is negative.
+        # The first block's number is requested beside the queries, and the loop finds it in the cache. It is used, or the
+        # compiler would drop it: no block has the lowest number of all.
         first_block = tl.load(table_ptr + begin * BLOCK_N // P)
-        end = tl.where(first_block < 0, begin, end)
+        end = tl.where(first_block == NO_BLOCK, begin, end)
         acc = tl.full([BLOCK_M, 64], 0.0, tl.float32)
         best = tl.full([BLOCK_M], LOWEST, tl.float32)
         total = tl.full([BLOCK_M], 0.0, tl.float32)
