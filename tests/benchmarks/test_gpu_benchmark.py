@@ -265,8 +265,9 @@ def test_all_parts_go_into_one_file_and_none_is_begun_too_late(
     assert capsys.readouterr().out.splitlines()[1].split() == ["floor", "goal", "measured"]
     assert found["about"]["versions"]["torch"] == version("torch")
     assert found["about"]["device"] == current("cpu").name
-    assert command.main(["--toy", "--parts", "moe", "--minutes", "0", "--json", str(file)]) == 0
-    assert json.loads(file.read_text())["parts"] == {"moe": {"ended": "not begun: the time is over"}}
+    late = tmp_path / "late.json"
+    assert command.main(["--toy", "--parts", "moe", "--minutes", "0", "--json", str(late)]) == 0
+    assert json.loads(late.read_text())["parts"] == {"moe": {"ended": "not begun: the time is over"}}
     left_out = "moe: not begun: the time is over, 0 rows\nto run them alone, into a file of their own: --parts moe\n"
     assert capsys.readouterr().out.startswith(left_out)
 
