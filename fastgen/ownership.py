@@ -28,9 +28,9 @@ def is_foreign(facts: os.stat_result) -> bool:
 def why_untrusted(directory: Path) -> str | None:
     """Returns why another user could change what ``directory`` holds, as a sentence about "it".
 
-    It and every directory above it must belong to a trusted user, and no other may write there. Above it a sticky
-    directory may be open to all: in such a one nobody can replace another's files. A group that has the owner alone
-    may write above it. ``None`` if all that holds, or if the directory does not exist.
+    It and every directory above it must belong to a trusted user, and no other may write there. A sticky directory
+    above it may be open to all, since nobody can replace another's files there. A group may write above it if the owner
+    is its only member. ``None`` if all that holds, or if the directory does not exist.
     """
     directory = Path(os.path.realpath(directory))
     try:

@@ -77,7 +77,7 @@ def locate_tokenizer(name: str) -> Path:
         return BUILTINS[name]
     try:
         return Path(snapshot_download(name, allow_patterns=[*_SMALL_FILES]))
-    except Exception as error:  # as in _from_hub
+    except Exception as error:  # of several libraries: the hub's, those it reaches the network by, the system
         reason = _refusal(name, None, error) or f"fetching it from {constants.ENDPOINT} failed ({_brief(error)})"
         raise ModelNotFoundError(f"the tokenizer of {name!r} cannot be had: {reason}") from error
 
