@@ -22,6 +22,7 @@ from fastgen.serving.engine.engine import ServedEngine
 from fastgen.serving.engine.garbage import rarely_collected
 from fastgen.serving.engine.request import EngineWatcher
 from fastgen.serving.grpc.server import GrpcServer
+from fastgen.serving.heap import return_what_is_freed
 from fastgen.serving.http.app import create_app, prepare
 from fastgen.serving.http.connection import close_slow
 from fastgen.serving.http.generate import terminate_routes
@@ -60,6 +61,7 @@ def run(
     The first signal lets running requests finish, the second ends them. Then this process ends, with status 0. Raises
     ``FastgenError`` where the server cannot start, or its engine cannot be restarted.
     """
+    return_what_is_freed()
     log = set_up_logging(options.log_format)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

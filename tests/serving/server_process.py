@@ -7,10 +7,16 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from fastgen.serving.clients.deployments import deployments
+
+# Longer than a server takes to start and to end.
+WAIT_S = 120.0
 
 
 @dataclass
@@ -39,6 +45,26 @@ def served(model: str, *flags: str, stderr: int | None = None) -> Iterator[Serve
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
+
+
+@contextmanager
+def served_by_shell(shell: str, model: str, *flags: str, stderr: int | None = None) -> Iterator[ServerProcess]:
+    """Runs ``fastgen serve MODEL FLAGS``, ready, by a line of ``bash`` in which ``"$@"`` is that command.
+    It ends when the block is left, and must then have status 0. ``stderr`` is as in :func:`served`.
+    """
+    command = ["bash", "-c", shell, "bash", sys.executable, "-m", "fastgen", "serve", model, "--port", "0"]
+    with subprocess.Popen([*command, *flags], stderr=stderr, text=True) as process:
+        try:
+            end_s = time.monotonic() + WAIT_S
+            while not (found := [one for one in deployments() if one.pid == process.pid]):
+                assert process.poll() is None, f"the server ended with status {process.returncode}"
+                assert time.monotonic() < end_s, "the server is not ready"
+                time.sleep(0.05)
+            yield ServerProcess(process, found[0].address)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(WAIT_S) == 0
+        finally:
+            process.kill()
 
 
 def is_running(pid: int) -> bool:

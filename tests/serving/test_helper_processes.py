@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import runpy
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,7 +16,7 @@ import pytest
 
 from fastgen.errors import FastgenError
 from fastgen.serving.isolated.encoding.encoder import TextEncoder
-from fastgen.serving.isolated.processes import HelperProcesses, _Process
+from fastgen.serving.isolated.processes import HelperEndedError, HelperProcesses, _Process
 from fastgen.serving.isolated.templates.renderer import TemplateRenderer
 from fastgen.serving.refusals import UnavailableError
 
@@ -57,6 +60,39 @@ def test_one_that_cannot_begin_is_an_error_each_time() -> None:
         with pytest.raises(FastgenError, match="ended with status 1 before it was ready"):
             processes.start()
     assert not processes._processes
+
+
+def test_one_that_is_killed_before_it_is_ready_is_to_be_tried_again(processes: HelperProcesses) -> None:
+    processes._command = ["sh", "-c", "kill -KILL $$"]
+    with pytest.raises(UnavailableError, match=r"-c kill -KILL \$\$ was killed before it was ready"):
+        processes.ask(b"one")
+    assert not processes._processes
+
+
+def test_one_that_the_system_refuses_is_to_be_tried_again(
+    processes: HelperProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **more: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        with pytest.raises(UnavailableError, match=r"cannot be started now: .*Resource temporarily unavailable"):
+            processes.ask(b"one")
+    assert processes.ask(b"one") == b"one"
+
+
+def test_what_its_successor_meets_is_not_told_to_who_ended_it(processes: HelperProcesses) -> None:
+    """It is the text that took too long, whether or not the next process can begin."""
+    processes.start()
+    (process,) = processes._processes
+    processes._command = ["false"]
+    process._process.send_signal(signal.SIGPROF)
+    process._process.wait()
+    processes._take = lambda: process  # type: ignore[method-assign]
+    with pytest.raises(HelperEndedError) as caught:
+        processes.ask(b"one")
+    assert caught.value.took_too_long
 
 
 def test_one_has_two_minutes_to_begin_and_half_a_minute_for_an_answer(

@@ -79,7 +79,8 @@ class HelperProcesses:
                 self._idle.put(process)
                 return answer
             status = self._drop(process)
-            self._put_another()  # this call is late already, but the next ones need not be
+            with contextlib.suppress(FastgenError):  # it would meet the next calls, too
+                self._put_another()  # this call is late already, but the next ones need not be
             if status not in _FROM_OUTSIDE:
                 raise HelperEndedError(status)
         raise UnavailableError(f"{_MAX_TRIES} helper processes were killed while they worked on this request")
@@ -107,17 +108,25 @@ class HelperProcesses:
             self._drop(process)
 
     def _put_another(self) -> None:
-        """Starts one more idle process, unless the maximum is reached."""
+        """Starts one more idle process, unless the maximum is reached. Raises ``UnavailableError`` if the system
+        refuses it, or ends it before it is ready, and ``FastgenError`` if it ends by itself.
+        """
+        name = " ".join(self._command[1:])
         with self._lock:
             if self._is_closed:
                 raise UnavailableError("the server is ending")
             if len(self._processes) == self._max_processes:
                 return
-            process = _Process(self._command)
+            try:
+                process = _Process(self._command)
+            except OSError as error:
+                raise UnavailableError(f"{name} cannot be started now: {error}") from error
             self._processes.add(process)
         if process.ask(self._beginning, MAX_START_S) is None:
             status = self._drop(process)
-            raise FastgenError(f"{' '.join(self._command[1:])} ended with status {status} before it was ready")
+            if status in _FROM_OUTSIDE:
+                raise UnavailableError(f"{name} was killed before it was ready")
+            raise FastgenError(f"{name} ended with status {status} before it was ready")
         self._idle.put(process)
 
     def _drop(self, process: _Process) -> int:

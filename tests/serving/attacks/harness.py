@@ -25,19 +25,30 @@ HONEST = {"model": MODEL, "prompt": "once upon a time", "max_tokens": 200, "temp
 PROBE_PAUSE_S = 0.02
 
 
+# The statuses of a server that has too much to do.
+_BUSY = {429, 503}
+
+
+class BusyError(Exception):
+    """The server said that it has too much to do. Of a single attack that is wrong, beside others it is not."""
+
+
 @dataclass(frozen=True)
 class Target:
     """The addresses that an attack is sent to. An example of ``grpc`` is ``127.0.0.1:40124``."""
 
     http: str
     grpc: str | None = None
+    # The server's process, for attacks from the same machine.
+    pid: int = 0
 
 
 @dataclass(frozen=True)
 class Attack:
     """One kind of ill-behaved client."""
 
-    # Sends so much of it, and raises AssertionError if the server answers otherwise than it should.
+    # Sends so much of it. Raises ``AssertionError`` if the server answers otherwise than it should, and ``BusyError``
+    # if it does not take the attack's requests because it has too much to do.
     run: Callable[[Target, int], Awaitable[None]]
     # The sizes for a test of some seconds and for the storm.
     small: int
@@ -83,6 +94,15 @@ class Seen(Probes):
         return self.memory_peak - self.memory_before
 
 
+def check_status(status: int, *expected: int, about: object = "") -> None:
+    """Raises ``AssertionError`` if an answer has none of the ``expected`` statuses, or ``BusyError``. ``about`` says
+    which request it was.
+    """
+    if status in _BUSY and status not in expected:
+        raise BusyError(f"{status} {about}")
+    assert status in expected, f"{status} in place of {expected}: {about}"
+
+
 @contextmanager
 def observed(server: ServerProcess) -> Iterator[Seen]:
     """Watches memory, ``/health`` and one honest stream after the other, in a thread, until the block is left.
@@ -113,7 +133,7 @@ def resident_bytes(pid: int, command_above: bytes = b"") -> int:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        below = _started_by(pid)
+        below = started_by(pid)
     except (FileNotFoundError, ProcessLookupError):  # it has just ended
         return 0
     if command == command_above:
@@ -122,7 +142,18 @@ def resident_bytes(pid: int, command_above: bytes = b"") -> int:
     return own + sum(resident_bytes(child, command) for child in below)
 
 
-def _started_by(pid: int) -> list[int]:
+def resident_by_module(pid: int) -> dict[str, list[int]]:
+    """Returns the resident memory of a process and of those that it started, by the Python module that each runs."""
+    found: dict[str, list[int]] = {}
+    for each in (pid, *started_by(pid)):
+        words = Path(f"/proc/{each}/cmdline").read_bytes().decode().split("\0")
+        name = words[words.index("-m") + 1] if "-m" in words else words[0]
+        (line,) = [line for line in Path(f"/proc/{each}/status").read_text().splitlines() if line.startswith("VmRSS:")]
+        found.setdefault(name, []).append(int(line.split()[1]) << 10)
+    return found
+
+
+def started_by(pid: int) -> list[int]:
     """Returns the running child processes of ``pid``, whichever of its threads started them."""
     found: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):

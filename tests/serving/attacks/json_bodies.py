@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.serving.attacks.harness import MODEL, Attack, Target
+from tests.serving.attacks.harness import MODEL, Attack, Target, check_status
 from tests.serving.http_client import RawClient
 
 _LARGE = ("/v1/completions", "/generate", "/invocations")
@@ -12,14 +12,14 @@ _SMALL_BYTES = 256 << 10
 
 async def many_lists(target: Target, size: int) -> None:
     """Sends ``size`` bytes of empty lists to each path. They must be refused as too many."""
-    await _refused(target, b'{"x":[', b"[],", b"1]}", size)
+    await _too_many(target, b'{"x":[', b"[],", b"1]}", size)
 
 
 async def many_names(target: Target, size: int) -> None:
     """Sends ``size`` bytes of fields that no request has. They must be refused as too many."""
     fields = b",".join(b'"%d":1' % number for number in range(size // 12))
     for path in _LARGE:
-        assert await _status(target, path, b"{" + fields + b"}") == (413 if len(fields) > 4 << 20 else 400), path
+        await _refused(target, path, b"{" + fields + b"}", 413 if len(fields) > 4 << 20 else 400)
 
 
 async def many_biases(target: Target, size: int) -> None:
@@ -27,19 +27,19 @@ async def many_biases(target: Target, size: int) -> None:
     biases = b",".join(b'"%d":-1.5' % number for number in range(size // 14))
     body = b'{"model":"%b","prompt":"a","logit_bias":{%b}}' % (MODEL.encode(), biases)
     for path in _LARGE:
-        assert await _status(target, path, body) == (413 if len(biases) > 4 << 20 else 400), path
+        await _refused(target, path, body, 413 if len(biases) > 4 << 20 else 400)
 
 
 async def many_fractions(target: Target, size: int) -> None:
     """Sends a prompt of ``size`` bytes of fractions. They must be refused."""
-    await _refused(target, b'{"prompt":[', b"1e5,", b"1]}", size)
+    await _too_many(target, b'{"prompt":[', b"1e5,", b"1]}", size)
 
 
 async def short_bodies(target: Target, size: int) -> None:
     """Sends ``size`` bodies that are just too short to be measured. They must be refused, for what is in them."""
     body = b'{"x":[' + b"[]," * (_SMALL_BYTES // 3 - 10) + b"1]}"
     for number in range(size):
-        assert await _status(target, _PATHS[number % len(_PATHS)], body) == 400
+        await _refused(target, _PATHS[number % len(_PATHS)], body, 400)
 
 
 async def largest_bodies(target: Target, size: int) -> None:
@@ -51,12 +51,12 @@ async def largest_bodies(target: Target, size: int) -> None:
         b'{"x":[' + b"1234567890," * 1_000_000 + b"1]}",
     ]
     for number in range(size):
-        assert await _status(target, _PATHS[number % len(_PATHS)], kinds[number % len(kinds)]) == 400
+        await _refused(target, _PATHS[number % len(_PATHS)], kinds[number % len(kinds)], 400)
 
 
 async def long_numbers(target: Target, size: int) -> None:
     """Sends ``size`` bytes of numbers with thousands of digits. They must be refused."""
-    await _refused(target, b'{"x":[', b"9" * 4300 + b",", b"1]}", size)
+    await _too_many(target, b'{"x":[', b"9" * 4300 + b",", b"1]}", size)
 
 
 async def pages_of_other_sites(target: Target, size: int) -> None:
@@ -73,7 +73,7 @@ async def pages_of_other_sites(target: Target, size: int) -> None:
                     client.writer.write("\r\n".join([*lines, "", ""]).encode() + body)
                     status, _ = await client.head()
                     client.leave()
-                    assert status == expected, (kind, path)
+                    check_status(status, expected, about=(kind, path))
 
 
 async def half_characters(target: Target, size: int) -> None:
@@ -83,21 +83,20 @@ async def half_characters(target: Target, size: int) -> None:
             body = b'{"model":"%b","%b":"a\\ud800"}' % (MODEL.encode(), field.encode())
             if path != "/v1/completions":
                 body = b'{"%b":"a\\ud800"}' % field.encode()
-            assert await _status(target, path, body) == 400
+            await _refused(target, path, body, 400)
 
 
-async def _refused(target: Target, head: bytes, unit: bytes, end: bytes, size: int) -> None:
+async def _too_many(target: Target, head: bytes, unit: bytes, end: bytes, size: int) -> None:
     body = head + unit * (size // len(unit)) + end
     for path in _LARGE:
-        assert await _status(target, path, body) == 413, path
+        await _refused(target, path, body, 413)
 
 
-async def _status(target: Target, path: str, body: bytes) -> int:
+async def _refused(target: Target, path: str, body: bytes, status: int) -> None:
     client = await RawClient.connect(target.http)
     try:
         client.send(body, path=path)
-        status, _ = await client.head()
-        return status
+        check_status((await client.head())[0], status, about=path)
     finally:
         client.leave()
 

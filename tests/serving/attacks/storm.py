@@ -1,10 +1,11 @@
 """All attacks at once beside honest streams.
 
-Honest clients stream answers that are known from the library. Three kinds of turns alternate: alone; beside processes
-that compute and attack nothing; beside all attacks of this folder, each repeated. Each honest answer must be right, and
-the gaps between tokens are compared. All clients run on one half of the machine's cores and the server on the other, as
-if these were two machines. Attackers still share cores with honest clients, so the second kind, with as many processes
-of the same priority, shows what their own work costs, whatever they send.
+The server is in bad surroundings, as ``surroundings.py`` says. Honest clients stream answers that are known from the
+library. Three kinds of turns alternate: alone; beside processes that compute and attack nothing; beside all attacks of
+this folder, each repeated. Each answer must be right, honest clients' and attackers' alike, and the gaps between tokens
+are compared. All clients run on one half of the machine's cores and the server on the other, as if these were two
+machines. Attackers still share cores with honest clients, so the second kind, with as many processes of the same
+priority, shows what their own work costs, whatever they send.
 
 ``python -m tests.serving.attacks.storm --seconds 120 --streams 50 --output FILE`` writes the results.
 """
@@ -17,12 +18,14 @@ import json
 import multiprocessing
 import os
 import random
+import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
 from multiprocessing.queues import Queue
+from pathlib import Path
 from typing import Any
 
 import fastgen
@@ -30,13 +33,23 @@ from benchmarks.cpu.results import commit
 from benchmarks.new_file import new_file
 from fastgen.lab.machine import processor
 from fastgen.serving.clients.deployments import deployments
-from tests.serving.attacks import bodies, connections, formats, grpc_connections, json_bodies, logprobs
-from tests.serving.attacks.harness import MODEL, Attack, Probes, Target, resident_bytes
+from tests.serving.attacks import (
+    bodies,
+    connections,
+    formats,
+    grpc_connections,
+    helpers,
+    json_bodies,
+    log_lines,
+    logprobs,
+)
+from tests.serving.attacks.harness import MODEL, Attack, BusyError, Probes, Target, resident_by_module, resident_bytes
+from tests.serving.attacks.surroundings import badly_placed
 from tests.serving.http_client import BrokenAnswerError, ask, get
-from tests.serving.server_process import ServerProcess, served
+from tests.serving.server_process import ServerProcess
 from tests.serving.storm import Known, Storm, draw_pool, quantile_ms, until_quiet
 
-MODULES = (bodies, connections, json_bodies, formats, logprobs, grpc_connections)
+MODULES = (bodies, connections, json_bodies, formats, logprobs, grpc_connections, helpers, log_lines)
 # Limits of time are short, so that attacks that wait for them happen more often.
 FLAGS = (
     *("--grpc-port", "0", "--num-threads", "1", "--max-num-seqs", "64"),
@@ -95,9 +108,12 @@ class Found:
     beside: Phase = field(default_factory=Phase)
     # How often each attack ended in each way.
     attacks: Counter[str] = field(default_factory=Counter)
+    # Answers to attacks that are other than they should be.
+    wrong_to_attacks: list[str] = field(default_factory=list)
     memory_before: int = 0
-    # What the server keeps when all have gone, after each turn of attacks: memory, and open files.
-    memory_after: list[int] = field(default_factory=list)
+    # What the server keeps when all have gone, after each turn of attacks: the memory of its processes by their module,
+    # and open files.
+    memory_after: list[dict[str, list[int]]] = field(default_factory=list)
     files_after: list[int] = field(default_factory=list)
     # What the server has not released, or does not answer, afterwards.
     wrong: list[str] = field(default_factory=list)
@@ -121,6 +137,7 @@ class Found:
             "memory_after_turns_bytes": self.memory_after,
             "open_files_after_turns": self.files_after,
             "attacks": dict(sorted(self.attacks.items())),
+            "wrong answers to attacks": self.wrong_to_attacks,
             "wrong afterwards": self.wrong,
         }
 
@@ -154,12 +171,16 @@ async def honest(
     await asyncio.gather(probing, *(client() for _ in range(num_streams)))
 
 
-def attack(kind: int, target: Target, seconds: float, is_large: bool, seed: int, found: Queue[Counter[str]]) -> None:
-    """Repeats the attacks of one of ``MODULES`` for ``seconds``, each on its own, and counts how they ended. Runs in
-    another process.
+# What an attack's process sends when it ends: how its attacks ended, and which answers were wrong.
+Ends = tuple[Counter[str], list[str]]
+
+
+def attack(kind: int, target: Target, seconds: float, is_large: bool, seed: int, found: Queue[Ends]) -> None:
+    """Repeats the attacks of one of ``MODULES`` for ``seconds``, each on its own, and puts how they ended into
+    ``found``. Runs in another process.
     """
     os.nice(_NICE)
-    happened: Counter[str] = Counter()
+    happened, wrong = Counter[str](), list[str]()
 
     async def repeat(name: str, one: Attack, rng: random.Random) -> None:
         until_s = time.monotonic() + seconds
@@ -167,11 +188,17 @@ def attack(kind: int, target: Target, seconds: float, is_large: bool, seed: int,
             try:
                 async with asyncio.timeout(left_s + GRACE_S):
                     await one.run(target, one.large if is_large else one.small)
-                happened[f"{name}: as alone"] += 1
+                end = "as alone"
             except TimeoutError:
-                happened[f"{name}: cut off at the end of a turn"] += 1
-            except Exception as error:  # beside others an attack may be refused earlier than alone
-                happened[f"{name}: {type(error).__name__}"] += 1
+                end = "cut off at the end of a turn"
+            except BusyError:
+                end = "refused, since the server had too much to do"
+            except (ConnectionError, BrokenAnswerError):
+                end = "the connection was closed"
+            except Exception as error:
+                end = "wrong"
+                wrong.append(f"{name}: {error!r:.500}")
+            happened[f"{name}: {end}"] += 1
             await asyncio.sleep(rng.uniform(0.0, 1.0))
 
     async def run() -> None:
@@ -181,7 +208,7 @@ def attack(kind: int, target: Target, seconds: float, is_large: bool, seed: int,
         await asyncio.gather(*(repeat(name, one, rng) for name, one in MODULES[kind].ATTACKS.items()))
 
     asyncio.run(run())
-    found.put(happened)
+    found.put((happened, wrong))
 
 
 def compute(seconds: float) -> None:
@@ -196,7 +223,7 @@ def target_of(server: ServerProcess) -> Target:
     """Returns the addresses of ``server``, that of gRPC as its deployment says."""
     (found,) = [one for one in deployments() if one.pid == server.process.pid]
     assert found.grpc_address is not None
-    return Target(server.address, f"127.0.0.1:{found.grpc_address.rpartition(':')[2]}")
+    return Target(server.address, f"127.0.0.1:{found.grpc_address.rpartition(':')[2]}", server.process.pid)
 
 
 def run(
@@ -219,18 +246,20 @@ def run(
         asyncio.run(honest(server, pool, found.control, seconds=control_s, **sizes))
         for other in others:
             other.join()
-        happened: Queue[Counter[str]] = context.Queue()
-        arguments = (target, turn_s, is_large, turn, happened)
+        ends: Queue[Ends] = context.Queue()
+        arguments = (target, turn_s, is_large, turn, ends)
         attackers = [context.Process(target=attack, args=(kind, *arguments)) for kind in range(len(MODULES))]
         for attacker in attackers:
             attacker.start()
         asyncio.run(honest(server, pool, found.beside, seconds=turn_s, **sizes))
         for _ in attackers:
-            found.attacks += happened.get(timeout=2 * HANG_S)
+            happened, wrong = ends.get(timeout=2 * HANG_S)
+            found.attacks += happened
+            found.wrong_to_attacks += wrong
         for attacker in attackers:
             attacker.join()
         quiet = asyncio.run(until_quiet(server.address))
-        found.memory_after.append(resident_bytes(server.process.pid))
+        found.memory_after.append(resident_by_module(server.process.pid))
         found.files_after.append(round(quiet["fastgen_server_process_open_fds"]))
     found.wrong = asyncio.run(wrong_after(server, pool))
     return found
@@ -277,7 +306,7 @@ def main() -> None:
     pool = draw_pool(random.Random(0), 40)
     ours, theirs = halves(os.sched_getaffinity(0))
     os.sched_setaffinity(0, theirs)  # the server takes over what it is started with
-    with served(MODEL, *FLAGS) as server:
+    with tempfile.TemporaryDirectory() as directory, badly_placed(Path(directory), *FLAGS) as server:
         os.sched_setaffinity(0, ours)
         sizes = {"seconds": given.seconds, "num_streams": given.streams, "num_turns": given.turns}
         found = run(server, pool, is_large=True, **sizes)

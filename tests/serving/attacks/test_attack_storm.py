@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
-from tests.serving.attacks.harness import MODEL
 from tests.serving.attacks.storm import FLAGS, MAX_MEMORY_GROWTH, Found, attacks, run
-from tests.serving.server_process import served
+from tests.serving.attacks.surroundings import badly_placed
 from tests.serving.storm import Known, draw_pool
 
 
@@ -19,6 +19,7 @@ def pool() -> list[Known]:
 
 def check(found: Found) -> None:
     assert found.alone.wrong == found.control.wrong == found.beside.wrong == found.wrong == []
+    assert found.wrong_to_attacks == []
     assert found.alone.num_right > 0
     assert found.beside.num_right > 0
     assert found.memory_growth < MAX_MEMORY_GROWTH
@@ -26,14 +27,14 @@ def check(found: Found) -> None:
 
 
 @pytest.mark.slow
-def test_a_small_storm_of_all_attacks(pool: list[Known]) -> None:
-    with served(MODEL, *FLAGS) as server:
+def test_a_small_storm_of_all_attacks(pool: list[Known], tmp_path: Path) -> None:
+    with badly_placed(tmp_path, *FLAGS) as server:
         check(run(server, pool, seconds=4, num_streams=10, is_large=False, num_turns=1))
 
 
 @pytest.mark.slow
-def test_honest_streams_in_a_storm_of_all_attacks(pool: list[Known]) -> None:
-    with served(MODEL, *FLAGS) as server:
+def test_honest_streams_in_a_storm_of_all_attacks(pool: list[Known], tmp_path: Path) -> None:
+    with badly_placed(tmp_path, *FLAGS) as server:
         found = run(server, pool, seconds=120, num_streams=50, is_large=True)
     check(found)
     print(found.summary())
