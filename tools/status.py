@@ -8,7 +8,6 @@ is marked as not recorded.
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,11 +22,11 @@ from benchmarks.cpu.evidence import LEAST_STEADY, Figure, Lack
 from benchmarks.cpu.report import machine
 from benchmarks.cpu.targets import TARGETS
 from benchmarks.gpu import verdict
+from benchmarks.result_files import RESULTS, build, files
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "status.md"
 README = ROOT / "README.md"
-RESULTS = ROOT / "benchmarks" / "results"
 _MEASURED = ("turns", "samples", "steps")  # of a model, in a file of whole models
 # Errors of simulations that are wanted at most.
 _MOST_ERROR = {"mean_tpot_ms": 0.05, "mean_e2el_ms": 0.05, "p50_ttft_ms": 0.10, "p99_ttft_ms": 0.15}
@@ -54,6 +53,7 @@ def render(results: Path = RESULTS, template: str = "status.md.j2") -> str:
         newest=lambda kind: newest(results, kind),
         speeds_of=newest_of_each_model(results),
         named=lambda stem: json.loads((results / f"{stem}.json").read_text()),
+        build=build,
         has=lambda kind: bool(files(results, kind)),
         headline=headline,
         more_bytes=more_bytes,
@@ -70,12 +70,6 @@ def render(results: Path = RESULTS, template: str = "status.md.j2") -> str:
         replica_added_ms=lambda entry: replicas.first_token_added_ms(entry["first_token_ms"]),
         least_steady=LEAST_STEADY,
     )
-
-
-def files(results: Path, kind: str) -> list[Path]:
-    """Returns the files of a kind, such as ``scheduler``, by date and number, the newest last."""
-    found = [each for each in results.glob(f"{kind}*.json") if each.stem[len(kind) :].lstrip("_0123456789-") == ""]
-    return sorted(found, key=lambda each: [int(number) for number in re.findall(r"\d+", each.stem[len(kind) :])])
 
 
 def newest(results: Path, kind: str) -> dict[str, Any]:

@@ -9,14 +9,13 @@ from pathlib import Path
 import jinja2
 import pytest
 
+from benchmarks.result_files import RESULTS
 from tests.benchmarks.test_cpu_report import turn
 from tests.benchmarks.test_serving_benchmark import a_round
 from tools.status import (
     PAGE,
     README,
-    RESULTS,
     doubts,
-    files,
     gpu_goals,
     headline,
     keeps_goals,
@@ -42,13 +41,6 @@ def test_the_readme_says_what_the_results_say() -> None:
         with_rows("# fastgen\n", rows)
     table = "| a | b |\n| Lab | {} |\n| Labs | c |"
     assert with_rows(table.format("old"), "| Lab | new |") == table.format("new")
-
-
-def test_the_tenth_result_of_a_day_is_newer_than_the_second(tmp_path: Path) -> None:
-    names = ["gpu_2026-11-09_3", "gpu_2026-11-27", "gpu_2026-11-27_2", "gpu_2026-11-27_9", "gpu_2026-11-27_10"]
-    for name in (*reversed(names), "gpu_2026-11-27_variants", "gpu_other_2026-11-27"):
-        (tmp_path / f"{name}.json").touch()
-    assert [each.stem for each in files(tmp_path, "gpu")] == names
 
 
 def test_a_load_keeps_its_goals_of_accuracy_where_each_figure_does() -> None:
