@@ -1,15 +1,16 @@
 """The matrix recipes × proofs: what the tests recorded of each recipe, and the page made of it.
 
 ``python -m tests.matrix`` (``make matrix``) runs the tests that prove recipes, each of which records what it measured
-(the fixture ``record``), and writes the results and docs/recipe-matrix.md. ``--records FILE`` takes what a run of all
-tests with ``--matrix FILE`` recorded, as ``make test-all`` does. ``--render`` only makes the page, of the results as
-they are. Nothing on the page is written by hand.
+(the fixture ``record``), and writes a new file of results and docs/recipe-matrix.md. ``--records FILE`` takes what a
+run of all tests with ``--matrix FILE`` recorded, as ``make test-all`` does. ``--render`` only makes the page, of the
+newest results. Nothing on the page is written by hand.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -21,10 +22,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.result_files import RESULTS, build, files, next_file
+
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "recipe-matrix.json"
 PAGE = ROOT / "docs" / "recipe-matrix.md"
-MUTATIONS = ROOT / "benchmarks" / "results" / "verify-mutations.json"
+# Kinds of results.
+MATRIX, MUTATIONS = "recipe_matrix", "verify_mutations"
 TESTS = (
     *("test_parity.py", "test_parity_more.py", "test_shuffled_names.py", "test_recipes_verified.py"),
     *("test_recipe_published.py", "test_recipe_published_families.py"),
@@ -125,11 +128,12 @@ def read_records(file: Path) -> Cells:
 
 
 def render(results: Mapping[str, Any], mutations: Mapping[str, Any]) -> str:
-    """The page. ``mutations`` has for each recipe that was hunted how many mistakes there were, how many were rejected
-    and how many at the node that was touched."""
-    made = results["made"]
+    """The page. ``mutations`` has for each of the ``recipes`` that were hunted how many mistakes there were, how many
+    were rejected and how many at the node that was touched."""
+    made, hunted = results["made"], mutations["made"]
+    caught = mutations["recipes"]
     cells = {
-        recipe: of_recipe | ({"mutations": [mutations[recipe]]} if recipe in mutations else {})
+        recipe: of_recipe | ({"mutations": [caught[recipe]]} if recipe in caught else {})
         for recipe, of_recipe in results["cells"].items()
     }
     lines = [
@@ -137,7 +141,10 @@ def render(results: Mapping[str, Any], mutations: Mapping[str, Any]) -> str:
         "",
         "This page lists every shipped recipe and what the tests measured. `make matrix` and `make test-all` write it",
         "from their records:",
-        f"{made['date']}, {made['machine']}, torch {made['torch']}, transformers {made['transformers']}.",
+        f"{made['date']}, {build(made)}, {made['machine']}, "
+        f"torch {made['torch']}, transformers {made['transformers']}.",
+        f"The column *{PROOFS['mutations'].heading}* is of a run of its own, of `python -m tests.verify.hunt`:",
+        f"{hunted['date']}, {build(hunted)}.",
         "",
         *(f"- **{proof.heading}**: {proof.meaning}." for proof in PROOFS.values()),
         "",
@@ -153,8 +160,8 @@ def render(results: Mapping[str, Any], mutations: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+def read_newest(kind: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(files(RESULTS, kind)[-1].read_text())
     return content
 
 
@@ -174,12 +181,18 @@ def run_tests() -> Cells:
 
 
 def dated(cells: Cells) -> dict[str, Any]:
-    """Returns the results of today: ``cells``, with the date, the machine and the versions that made them."""
+    """Returns the results of today: ``cells``, with the date, build, machine and versions that made them."""
     import torch
     import transformers
 
+    from benchmarks.cpu.results import commit
+    from fastgen.lab.machine import processor
+
     made = {
         "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
         "machine": f"{platform.system()} on {platform.machine()}",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -194,9 +207,9 @@ def main() -> None:
     options = parser.parse_args()
     if not options.render:
         cells = read_records(options.records) if options.records else run_tests()
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(json.dumps(dated(cells), indent=1) + "\n")
-    PAGE.write_text(render(read_json(RESULTS), read_json(MUTATIONS)))
+        results = dated(cells)
+        next_file(RESULTS, MATRIX, results["made"]["date"]).write_text(json.dumps(results, indent=1) + "\n")
+    PAGE.write_text(render(read_newest(MATRIX), read_newest(MUTATIONS)))
 
 
 if __name__ == "__main__":

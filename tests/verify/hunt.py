@@ -1,8 +1,8 @@
 """The mutation hunt: checks for every single mistake in every shipped recipe whether ``verify`` finds and locates it.
 
-``python -m tests.verify.hunt`` judges all mutants and writes docs/verify-mutations.md and the figures for the matrix of
-proofs. Earlier verdicts are kept in the directory ``--work`` and used again, unless the package, the recipes or the
-mistakes have changed.
+``python -m tests.verify.hunt`` judges all mutants and writes docs/verify-mutations.md and a new file of the figures for
+the matrix of proofs. Earlier verdicts are kept in the directory ``--work`` and used again, unless the package, the
+recipes or the mistakes have changed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,19 @@ import argparse
 import hashlib
 import json
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.cpu.results import commit
+from benchmarks.new_file import new_file
+from benchmarks.result_files import RESULTS, next_file
+from fastgen.lab.machine import processor
 from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.registry.registry import list_recipes
 from fastgen.verify.cases import Cases
@@ -129,10 +135,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "fastgen-hunt")
     parser.add_argument("--page", type=Path, default=mutation_report.PAGE)
-    parser.add_argument("--figures", type=Path, default=MUTATIONS)
+    parser.add_argument("--figures", type=new_file, help="by default a file of today in benchmarks/results")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("recipes", nargs="*", help="judge these only, and write no page")
     options = parser.parse_args()
+    # Of the build that begins, whatever is committed meanwhile.
+    made = {"date": datetime.now(UTC).date().isoformat(), "commit": commit()}
+    made |= {"processor": processor(), "cores": os.cpu_count()}
     work = options.work / state()
     work.mkdir(parents=True, exist_ok=True)
     names = options.recipes or sorted(shipped(), key=lambda name: (name not in _HEAVY, name))
@@ -142,7 +151,8 @@ def main() -> None:
     if not options.recipes:
         rows = report(sorted(shipped()), work, options.page)
         figures = {row.recipe: [row.num_judged, row.num_rejected, row.num_right] for row in rows}
-        options.figures.write_text(json.dumps(figures, indent=1) + "\n")
+        file = options.figures or next_file(RESULTS, MUTATIONS, made["date"])
+        file.write_text(json.dumps({"made": made, "recipes": figures}, indent=1) + "\n")
         print(mutation_report.total(rows))
 
 
