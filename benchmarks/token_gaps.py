@@ -1,13 +1,15 @@
 """Measures how a long prompt changes the gaps between tokens of running streams, with and without ``itl_target_ms``.
 
-``python -m benchmarks.token_gaps [--model MODEL] [--output FILE]`` runs streams on a real model; then a prompt arrives.
-Each run records the gaps of the streams before the prompt and while it was computed, and how long that took. The text
-does not matter: by default the model has random weights and takes prompts of 60,000 tokens.
+``python -m benchmarks.token_gaps [--model MODEL] [--rounds N] [--output FILE]`` runs streams on a real model; then a
+prompt arrives. Each run records the gaps of the streams before the prompt and while it was computed, and how long that
+took. In a round each target has one run, and so has an engine without one, so that a change of the machine's speed
+affects all. The text does not matter: by default the model has random weights and takes prompts of 60,000 tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import fastgen
+from benchmarks.cpu.results import commit
 from benchmarks.new_file import new_file
 from fastgen.lab.machine import processor
 
@@ -104,12 +107,19 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=60_000, help="cut to what the model takes")
     parser.add_argument("--targets", type=float, nargs="+", default=[20.0, 30.0, 40.0], help="milliseconds")
     parser.add_argument("--token-budget", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=6, help="runs of each target, and without one")
     parser.add_argument("--output", type=new_file)
     arguments = parser.parse_args()
+    found: dict[str, Any] = {
+        "machine": {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "model": arguments.model or "random Llama, 4 layers of 256, 65,536 positions",
+        "runs": [],
+    }
     with tempfile.TemporaryDirectory() as directory:
         model = arguments.model or make_model(Path(directory))
-        runs = []
-        for itl_target_ms in (None, *arguments.targets):
+        for number, itl_target_ms in itertools.product(range(1, arguments.rounds + 1), (None, *arguments.targets)):
             figures = run(
                 model,
                 itl_target_ms=itl_target_ms,
@@ -117,15 +127,10 @@ def main() -> None:
                 num_prompt=arguments.prompt,
                 token_budget=arguments.token_budget,
             )
-            print(json.dumps(figures), flush=True)
-            runs.append(figures)
-    if arguments.output is not None:
-        machine = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
-        date = datetime.now(UTC).strftime("%Y-%m-%d")
-        name = arguments.model or "random Llama, 4 layers of 256, 65,536 positions"
-        arguments.output.write_text(
-            json.dumps({"machine": machine, "date": date, "model": name, "runs": runs}, indent=1) + "\n"
-        )
+            found["runs"].append({"round": number, **figures})
+            print(json.dumps(found["runs"][-1]), flush=True)
+            if arguments.output is not None:  # after every run, so that nothing is lost
+                arguments.output.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

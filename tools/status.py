@@ -48,7 +48,7 @@ def render(results: Path = RESULTS, template: str = "status.md.j2") -> str:
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.filters |= {"range": spread, "median": statistics.median, "within_turns": within_turns}
-    environment.filters["keeps_goals"] = keeps_goals
+    environment.filters |= {"keeps_goals": keeps_goals, "over_rounds": over_rounds, "by_target": by_target}
     return environment.from_string((ROOT / "tools" / template).read_text()).render(
         newest=lambda kind: newest(results, kind),
         speeds_of=newest_of_each_model(results),
@@ -56,6 +56,7 @@ def render(results: Path = RESULTS, template: str = "status.md.j2") -> str:
         build=build,
         has=lambda kind: bool(files(results, kind)),
         headline=headline,
+        token_gaps=token_gaps(results),
         more_bytes=more_bytes,
         lost=lambda entry, side: value_of(serving.loss(entry, side)),
         losses=losses,
@@ -101,6 +102,24 @@ def gpu_goals(results: Path, kind: str) -> dict[str, Any]:
     parts = {name: part for data in datas for name, part in data["parts"].items()}
     links = ", ".join(f"[{each.stem}](../benchmarks/results/{each.name})" for each in paths)
     return {"lines": verdict.lines(parts, datas[-1]["about"]["device"]), "links": links}
+
+
+def token_gaps(results: Path) -> dict[str, dict[str, Any]]:
+    """Returns the newest measurement of token gaps, ``quiet``, and one beside other work, ``busy``, if it is as new."""
+    quiet, busy = newest(results, "token_gaps"), newest(results, "token_gaps_busy_machine")
+    return {"quiet": quiet} | ({"busy": busy} if busy["date"] >= quiet["date"] else {})
+
+
+def by_target(runs: Sequence[dict[str, Any]]) -> dict[float | None, list[dict[str, Any]]]:
+    """Returns the runs of each target, of those without one under ``None``, in the order of the first."""
+    targets = dict.fromkeys(run["itl_target_ms"] for run in runs)
+    return {target: [run for run in runs if run["itl_target_ms"] == target] for target in targets}
+
+
+def over_rounds(values: Sequence[float], shape: str = "{:g}") -> str:
+    """Writes the median, with the least and the greatest value where there are several."""
+    middle = shape.format(statistics.median(values))
+    return f"{middle} ({spread(values, shape)})" if len(values) > 1 else middle
 
 
 def spread(values: Sequence[float], shape: str = "{:g}") -> str:

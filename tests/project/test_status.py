@@ -143,6 +143,27 @@ def test_a_figure_that_was_not_measured_is_an_error(tmp_path: Path) -> None:
         render(tmp_path)
 
 
+def test_token_gaps_are_medians_over_rounds_of_the_newest_measurements(tmp_path: Path) -> None:
+    shutil.copytree(RESULTS, tmp_path, dirs_exist_ok=True)
+    gaps = newest(RESULTS, "token_gaps")
+    free, bounded = gaps["runs"][:2]
+    shares = (0.9, 1.25, 0.8)
+    runs = [each for share in shares for each in (free, bounded | {"p99_ms": 40 * share, "p99_of_target": share})]
+    measured = gaps | {"date": "2999-01-02", "commit": "abc1234", "runs": runs}
+    (tmp_path / "token_gaps_2999-01-02.json").write_text(json.dumps(measured))
+    page, row = render(tmp_path), render(tmp_path, "readme_rows.md.j2").splitlines()[0]
+    assert "| 40 | quiet | 3 | 36.0 (32.0 to 50.0) | 0.90 (0.80 to 1.25) |" in page
+    assert "| none | quiet | 3 |" in page
+    assert "It was missed in 1 of 3 runs." in page
+    assert "2999-01-02, commit abc1234: [token_gaps_2999-01-02]" in page
+    assert "| busy |" not in page, "an older one is not compared"
+    assert "at most 1.25 times the bound, and exceeds it in 1 of 3 runs" in row
+    busy = measured | {"runs": [bounded | {"p99_ms": 52.0, "p99_of_target": 1.3}]}
+    (tmp_path / "token_gaps_busy_machine_2999-01-02.json").write_text(json.dumps(busy))
+    assert "| 40 | busy | 1 | 52.0 | 1.30 |" in render(tmp_path)
+    assert "at most 1.30 times the bound, and exceeds it in 2 of 4 runs" in render(tmp_path, "readme_rows.md.j2")
+
+
 def test_files_of_another_kind_are_not_taken() -> None:
     assert "serving_20" in newest(RESULTS, "serving")["link"]
     assert "token_gaps_20" in newest(RESULTS, "token_gaps")["link"]
