@@ -1,10 +1,10 @@
 """Measures the cost of scheduling on the host: steps with 256 decodes and few or many queued requests, and queueing.
 
 ``python -m benchmarks.scheduler [--output FILE]`` prints the figures and, with ``--output``, keeps them as JSON with
-the machine and the date. The two queue lengths take turns, so that a change of the machine's speed affects both. The
-prompts have one length, so all decodes need a new block in the same step, which is the worst case. A snapshot of the
-scheduler is timed too. Without it a recording could not be replayed once its first step has left the ring. No model and
-no device are needed.
+the machine, the date and the commit. The two queue lengths take turns, so that a change of the machine's speed affects
+both. The prompts have one length, so all decodes need a new block in the same step, which is the worst case. A snapshot
+of the scheduler is timed too. Without it a recording could not be replayed once its first step has left the ring. No
+model and no device are needed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import gc
 import inspect
 import json
+import os
 import platform
 import statistics
 import time
@@ -21,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cpu.results import commit
 from benchmarks.new_file import new_file
 from fastgen.lab.machine import processor
 from fastgen.runtime.flight.recorder import SNAPSHOTS, Recorder
@@ -153,10 +155,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=new_file)
     output: Path | None = parser.parse_args().output
+    about = {
+        "machine": {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit(),
+    }
     step_us = step_times_us()
     figures = {
-        "machine": {"processor": processor(), "python": platform.python_version()},
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        **about,
         "num_decodes": NUM_DECODES,
         "step_us_by_queued": step_us,
         "step_us_by_queued_without_prefix_cache": step_times_us(prefix_caching=False),

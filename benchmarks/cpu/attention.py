@@ -200,6 +200,7 @@ def main() -> None:
         kinds.append((1, options.chunk[1], options.chunk[0]))
     workloads = [Workload(*each, *kind) for *each, kind in product(options.heads, options.dtypes, kinds)]
     cases = make_cases(workloads, loader, arch)
+    about = about_this_run(torch=torch.__version__, threads=pool.num_threads, arch=arch, block_size=_BLOCK_SIZE)
     found = summarise(cases, measure(cases, Machine(arch), options.rounds))
     print(
         f"{here.name}, {pool.num_threads} threads, {arch}: {found['read_gbs']} GB/s, "
@@ -209,7 +210,6 @@ def main() -> None:
     for case in found["cases"]:
         print("{workload:40}{us:10.1f}{read:8.2f}{peak:8.2f}{steady_samples:9}".format(**case))
     if options.json:
-        about = about_this_run(torch=torch.__version__, threads=pool.num_threads, arch=arch, block_size=_BLOCK_SIZE)
         options.json.write_text(json.dumps(about | found, indent=1) + "\n")
 
 

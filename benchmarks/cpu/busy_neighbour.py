@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--json", type=new_file, help="write everything measured to this file")
     options = parser.parse_args()
     here = device.current("cpu")
+    about = about_this_run(busy_core=options.busy_core, model=options.model.name)
     with neighbour_on(options.busy_core) as neighbour:
         found = [measure(options.model, each, neighbour, options.rounds, options.tokens) for each in options.formats]
     print(f"{here.name}, {here.num_cores} cores, one of them kept busy")
@@ -85,7 +86,6 @@ def main() -> None:
         alone, beside = each["alone_s"], each["beside_s"]
         print(f"{each['format']:17}{1e3 * alone:12.2f}{1e3 * beside:12.2f}{beside / alone:8.2f}")
     if options.json:
-        about = about_this_run(cores=here.num_cores, busy_core=options.busy_core, model=options.model.name)
         options.json.write_text(json.dumps(about | {"formats": found}, indent=1) + "\n")
 
 

@@ -17,10 +17,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cpu.results import about_this_run
 from benchmarks.new_file import new_file
 
 SIZES = {"vocab_size": 16_000, "max_position_embeddings": 1024, "pad_token_id": 0, "eos_token_id": 2}
@@ -111,6 +111,7 @@ def main() -> None:
     if given.measure is not None:
         print(json.dumps(measure(given.measure[0], json.loads(given.measure[1]))))
         return
+    about = about_this_run(what="what processes take, beside what the memory ledger says", models=MODELS)
     results = []
     with tempfile.TemporaryDirectory() as directory:
         models = {name: save_model(name, Path(directory) / name) for name in MODELS}
@@ -125,8 +126,6 @@ def main() -> None:
             results.append({"model": name, "build": build, **found})
             print(name, build, found["grown_over_ledger"], flush=True)
     if given.output is not None:
-        about = {"what": "what processes take, beside what the memory ledger says", "models": MODELS}
-        about["date"] = datetime.now(UTC).date().isoformat()
         given.output.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
 
 

@@ -176,6 +176,13 @@ def main() -> None:
     pool = load_thread_pool(loader)
     pool.resize(options.num_threads)
     cases = make_cases(options.formats, options.rows, tuple(options.shape), arch, loader)
+    about = about_this_run(
+        torch=torch.__version__,
+        threads=pool.num_threads,
+        arch=arch,
+        shape=list(options.shape),
+        busy_core=options.busy_core,
+    )
     machine = Machine(arch)
     with nullcontext() if options.busy_core is None else neighbour_on(options.busy_core) as neighbour:
         if neighbour is not None:
@@ -189,13 +196,6 @@ def main() -> None:
     for case in found["cases"]:
         print("{format:17}{rows:5}{us:10.1f}{read:8.2f}{peak:8.2f}{speedup:9.2f}{torch:8.2f}".format(**case))
     if options.json:
-        about = about_this_run(
-            torch=torch.__version__,
-            threads=pool.num_threads,
-            arch=arch,
-            shape=list(options.shape),
-            busy_core=options.busy_core,
-        )
         options.json.write_text(json.dumps(about | found, indent=1) + "\n")
 
 

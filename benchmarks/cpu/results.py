@@ -15,12 +15,16 @@ from fastgen.compile.host import device
 
 
 def commit() -> str:
-    """Returns the commit that is measured, with ``-dirty`` where files were changed since, or ``""`` without git."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"],
-        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return done.stdout.strip()
+    """Returns the commit that is measured, with ``-dirty`` where files were changed since. In a copy of the repository
+    without git it is what ``FASTGEN_COMMIT`` in the environment says, or ``""``."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:  # git is not installed
+        found = ""
+    else:
+        found = done.stdout.strip()
+    return found or os.environ.get("FASTGEN_COMMIT", "")
 
 
 def now() -> str:
@@ -28,8 +32,10 @@ def now() -> str:
 
 
 def about_this_run(**facts: Any) -> dict[str, Any]:
-    """Returns when and on what something is measured, and the ``facts``."""
-    return {"date": now(), "machine": device.current("cpu").name, "kernel": platform.release(), **facts}
+    """Returns when, on what and of which build something is measured, and the ``facts``."""
+    here = device.current("cpu")
+    about = {"date": now(), "commit": commit(), "machine": here.name, "cores": here.num_cores}
+    return {**about, "kernel": platform.release(), **facts}
 
 
 class Results:

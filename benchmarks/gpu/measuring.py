@@ -6,6 +6,7 @@ by name, ``seconds``, and the fraction of the machine's own limits that this is.
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import time
@@ -19,9 +20,11 @@ from typing import Any
 import torch
 import triton
 
+from benchmarks.cpu.results import commit
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder, triton_arch
 from fastgen.compile.host import device as devices
+from fastgen.lab.machine import processor
 from fastgen.version import __version__
 
 Row = dict[str, Any]
@@ -157,11 +160,14 @@ def clocked(owner: Any, name: str, seconds: dict[str, float]) -> Iterator[None]:
 
 
 def about_machine(*, toy: bool) -> Row:
-    """Returns the machine and the versions of the software."""
+    """Returns the date, the build, the machine and the versions of the software."""
     device = devices.current("cpu" if toy else "cuda")
     packages = {"fastgen": __version__} | {each: _version(each) for each in ("torch", "triton", "transformers")}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
         "device": device.name,
         "capability": device.capability,
         "num_sms": device.num_sms,

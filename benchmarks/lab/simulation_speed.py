@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cpu.results import now
 from benchmarks.new_file import new_file
 from fastgen.lab.machine import machine_facts
 from fastgen.lab.simulation import ServerSettings, Simulation
@@ -60,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=new_file)
     output: Path | None = parser.parse_args().output
+    about = {"made": now(), "machine": machine_facts()}
     results = {}
     for name in LOADS:
         for records_flight in (False, True):
@@ -67,7 +69,7 @@ def main() -> None:
             results[f"{name}{', recorded' if records_flight else ''}"] = found
             print(f"{name:10} {'recorded' if records_flight else '':9} {found['times_real_time']:6,} × real time")
     if output is not None:
-        output.write_text(json.dumps({"machine": machine_facts(), "results": results}, indent=1) + "\n")
+        output.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -265,6 +265,7 @@ def test_all_parts_go_into_one_file_and_none_is_begun_too_late(
     assert capsys.readouterr().out.splitlines()[1].split() == ["floor", "goal", "measured"]
     assert found["about"]["versions"]["torch"] == version("torch")
     assert found["about"]["device"] == current("cpu").name
+    assert {"date", "commit", "processor", "cores"} <= found["about"].keys()
     late = tmp_path / "late.json"
     assert command.main(["--toy", "--parts", "moe", "--minutes", "0", "--json", str(late)]) == 0
     assert json.loads(late.read_text())["parts"] == {"moe": {"ended": "not begun: the time is over"}}

@@ -27,11 +27,13 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks.cpu.results import commit
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.sources import body_hash
 from fastgen.compile.build.triton import TRITON_ARCHES, TritonBuilder
 from fastgen.compile.spec import KernelSpec
 from fastgen.compile.weights.formats import QUANTIZED
+from fastgen.lab.machine import processor
 from fastgen.models.kernels import kernel_specs
 from fastgen.models.registry.registry import find_recipe
 from fastgen.models.resolve.resolve import resolve
@@ -109,10 +111,14 @@ def sources_of_today() -> Sources:
 
 
 class Results:
-    """Holds the builds by target and digest: the kernel, its recipes, its source's hash and the compiler's report."""
+    """Holds the builds by target and digest: the kernel, its recipes, its source's hash and the compiler's report.
+
+    ``runs`` has the date, commit and machine of every run that added kernels, from 2026-11-28 on.
+    """
 
     def __init__(self, file: Path):
         self.file = file
+        self._run = {"date": _today(), "commit": commit(), "processor": processor(), "cores": os.cpu_count()}
         self.data: dict[str, Any] = {"date": "", "versions": {}, "distinct": {}, "kernels": {}}
         if file.exists():
             self.data = json.loads(file.read_text(encoding="utf-8"))
@@ -130,6 +136,9 @@ class Results:
 
     def add(self, arch: str, spec: KernelSpec, recipes: list[str], report: Found) -> None:
         wrong = problems(arch, spec, report)
+        runs = self.data.setdefault("runs", [])
+        if self._run not in runs:
+            runs.append(self._run)
         self.data["kernels"][arch][spec.digest] = {
             "name": spec.name,
             "op": spec.op,
@@ -141,7 +150,7 @@ class Results:
 
     def write(self) -> None:
         """Replaces the file atomically, with a line for each kernel."""
-        self.data["date"] = datetime.now(UTC).date().isoformat()
+        self.data["date"] = _today()
         kernels = ",\n".join(
             f'  "{arch}": {{\n'
             + ",\n".join(f'   "{digest}": {json.dumps(each)}' for digest, each in sorted(found.items()))
@@ -152,6 +161,10 @@ class Results:
         unfinished = self.file.with_name(f".{self.file.name}.unfinished")
         unfinished.write_text(json.dumps(head, indent=1)[:-2] + f',\n "kernels": {{\n{kernels}\n }}\n}}\n')
         os.replace(unfinished, self.file)
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
 
 
 def build(arches: list[str], seconds: float, results: Results) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.cpu.results import commit
 from fastgen.compile.build.cache import Entry, KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TRITON_ARCHES, TritonBuilder
@@ -109,6 +110,14 @@ def test_results_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.Monke
     assert json.loads(results.file.read_text())["kernels"]["sm_90"][second.digest]["problems"] == ["has no wgmma"]
     again = Results(results.file)
     assert again.begin("sm_90", needed) == [first]
+    monkeypatch.setattr(ahead_of_time, "commit", lambda: "another")
+    later = Results(results.file)
+    later.begin("sm_90", needed)
+    later.add("sm_90", first, needed[first], {**GOOD, "matrix_instructions": {}})
+    later.write()
+    runs = json.loads(results.file.read_text())["runs"]
+    assert [each["commit"] for each in runs] == [commit(), "another"]
+    assert {"date", "commit", "processor", "cores"} == runs[0].keys()
     # another source, another Triton
     monkeypatch.setattr(ahead_of_time, "body_hash", lambda spec: "another source, and as long")
     assert set(Results(results.file).begin("sm_90", needed)) == {first, second}

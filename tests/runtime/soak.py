@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import tempfile
 import time
@@ -25,8 +26,10 @@ from typing import Any
 import transformers
 
 import fastgen
+from benchmarks.cpu.results import commit
 from benchmarks.new_file import new_file
 from fastgen import GenerationOutput, SamplingParams
+from fastgen.lab.machine import processor
 from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
@@ -268,6 +271,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=new_file, help="a JSON file")
     given = parser.parse_args()
+    about: dict[str, Any] = {
+        "what": "random requests, a KV cache too small for comfort, every answer checked: tests/runtime/soak.py",
+        "date": datetime.now(UTC).date().isoformat(),
+        "fastgen": fastgen.__version__,
+        "commit": commit(),
+        "machine": {"processor": processor(), "cores": os.cpu_count()},
+    }
     share = -(-given.requests // len(SCENARIOS))
     found = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -275,14 +285,7 @@ def main() -> None:
             sizes = {"num_requests": share, "pool_size": given.pool, "seed": given.seed}
             found[name] = run_scenario(name, Path(directory), **sizes, talk=True)
             print(f"{name}: {found[name]}", flush=True)
-    about = {
-        "what": "random requests, a KV cache too small for comfort, every answer checked: tests/runtime/soak.py",
-        "date": datetime.now(UTC).date().isoformat(),
-        "fastgen": fastgen.__version__,
-        "requests": share * len(SCENARIOS),
-        "seed": given.seed,
-        "kinds_of_requests": KINDS,
-    }
+    about |= {"requests": share * len(SCENARIOS), "seed": given.seed, "kinds_of_requests": KINDS}
     if given.output is not None:
         given.output.write_text(json.dumps(about | {"scenarios": found}, indent=1) + "\n")
 

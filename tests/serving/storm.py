@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import fastgen
+from benchmarks.cpu.results import commit
 from benchmarks.new_file import new_file
+from fastgen.lab.machine import processor
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from tests.serving.held import Held, shared_memory, still_there
 from tests.serving.http_client import Answered, BrokenAnswerError, RawClient, ask, get
@@ -371,8 +373,9 @@ def main() -> None:
         "what": "ill-behaved clients, and an engine that is killed under load: tests/serving/storm.py",
         "date": datetime.now(UTC).date().isoformat(),
         "fastgen": fastgen.__version__,
+        "commit": commit(),
+        "machine": {"processor": processor(), "cores": os.cpu_count()},
         "model": MODEL,
-        "cores": os.cpu_count(),
         "seed": given.seed,
     }
     pool = draw_pool(random.Random(given.seed), 40)
