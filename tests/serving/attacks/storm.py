@@ -7,7 +7,8 @@ are compared. All clients run on one half of the machine's cores and the server 
 machines. Attackers still share cores with honest clients, so the second kind, with as many processes of the same
 priority, shows what their own work costs, whatever they send.
 
-``python -m tests.serving.attacks.storm --seconds 120 --streams 50 --output FILE`` writes the results.
+``python -m tests.serving.attacks.storm --seconds 120 --streams 50 --output FILE`` writes the results. ``--only MODULE``
+has the attacks of that module alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import random
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -49,7 +51,11 @@ from tests.serving.http_client import BrokenAnswerError, ask, get
 from tests.serving.server_process import ServerProcess
 from tests.serving.storm import Known, Storm, draw_pool, quantile_ms, until_quiet
 
-MODULES = (bodies, connections, json_bodies, formats, logprobs, grpc_connections, helpers, log_lines)
+# By name, so that other processes find them.
+MODULES = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (bodies, connections, json_bodies, formats, logprobs, grpc_connections, helpers, log_lines)
+}
 # Limits of time are short, so that attacks that wait for them happen more often.
 FLAGS = (
     *("--grpc-port", "0", "--num-threads", "1", "--max-num-seqs", "64"),
@@ -71,7 +77,7 @@ _PROBE_PAUSE_S = 0.1
 
 def attacks() -> dict[str, Attack]:
     """Returns all attacks by name."""
-    return {name: attack for module in MODULES for name, attack in module.ATTACKS.items()}
+    return {name: attack for module in MODULES.values() for name, attack in module.ATTACKS.items()}
 
 
 @dataclass(kw_only=True)
@@ -175,7 +181,7 @@ async def honest(
 Ends = tuple[Counter[str], list[str]]
 
 
-def attack(kind: int, target: Target, seconds: float, is_large: bool, seed: int, found: Queue[Ends]) -> None:
+def attack(kind: str, target: Target, seconds: float, is_large: bool, seed: int, found: Queue[Ends]) -> None:
     """Repeats the attacks of one of ``MODULES`` for ``seconds``, each on its own, and puts how they ended into
     ``found``. Runs in another process.
     """
@@ -227,10 +233,17 @@ def target_of(server: ServerProcess) -> Target:
 
 
 def run(
-    server: ServerProcess, pool: list[Known], *, seconds: float, num_streams: int, is_large: bool, num_turns: int = 2
+    server: ServerProcess,
+    pool: list[Known],
+    *,
+    seconds: float,
+    num_streams: int,
+    is_large: bool,
+    num_turns: int = 2,
+    kinds: Sequence[str] = tuple(MODULES),
 ) -> Found:
-    """Lets honest clients stream ``seconds`` beside all attacks, in ``num_turns`` turns, each after two shorter turns:
-    alone, and beside other work.
+    """Lets honest clients stream ``seconds`` beside all attacks of the modules ``kinds``, in ``num_turns`` turns, each
+    after two shorter turns: alone, and beside other work.
     """
     found, target = Found(), target_of(server)
     context = multiprocessing.get_context("spawn")
@@ -240,7 +253,7 @@ def run(
         turn_s, sizes = seconds / num_turns, {"num_streams": num_streams, "seed": turn}
         control_s = _CONTROL_SHARE * turn_s
         asyncio.run(honest(server, pool, found.alone, seconds=control_s, **sizes))
-        others = [context.Process(target=compute, args=(control_s,)) for _ in MODULES]
+        others = [context.Process(target=compute, args=(control_s,)) for _ in kinds]
         for other in others:
             other.start()
         asyncio.run(honest(server, pool, found.control, seconds=control_s, **sizes))
@@ -248,7 +261,7 @@ def run(
             other.join()
         ends: Queue[Ends] = context.Queue()
         arguments = (target, turn_s, is_large, turn, ends)
-        attackers = [context.Process(target=attack, args=(kind, *arguments)) for kind in range(len(MODULES))]
+        attackers = [context.Process(target=attack, args=(kind, *arguments)) for kind in kinds]
         for attacker in attackers:
             attacker.start()
         asyncio.run(honest(server, pool, found.beside, seconds=turn_s, **sizes))
@@ -290,10 +303,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120, help="of all turns beside attacks, together")
     parser.add_argument("--turns", type=int, default=2, help="of each kind")
     parser.add_argument("--streams", type=int, default=50)
+    parser.add_argument("--only", choices=MODULES, nargs="+", default=[*MODULES], metavar="MODULE", help="of attacks")
     parser.add_argument("--output", type=new_file, help="a JSON file")
     given = parser.parse_args()
     about: dict[str, Any] = {
-        "what": "every attack of tests/serving/attacks at once, beside honest streams: tests/serving/attacks/storm.py",
+        "what": "attacks of tests/serving/attacks at once, beside honest streams: tests/serving/attacks/storm.py",
+        "modules": given.only,
         "date": datetime.now(UTC).date().isoformat(),
         "fastgen": fastgen.__version__,
         "commit": commit(),
@@ -309,7 +324,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, badly_placed(Path(directory), *FLAGS) as server:
         os.sched_setaffinity(0, ours)
         sizes = {"seconds": given.seconds, "num_streams": given.streams, "num_turns": given.turns}
-        found = run(server, pool, is_large=True, **sizes)
+        found = run(server, pool, is_large=True, kinds=given.only, **sizes)
     about |= found.summary()
     print(json.dumps(about, indent=1))
     if given.output is not None:
