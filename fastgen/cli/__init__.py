@@ -6,7 +6,9 @@ import contextlib
 import io
 import os
 import sys
+import warnings
 from functools import cache
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -76,6 +78,19 @@ def _command() -> typer.core.TyperGroup:
     return command
 
 
+_PACKAGE = Path(fastgen.__file__).parent
+_format_others_warning = warnings.formatwarning
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Returns a warning of fastgen as a sentence, without the code that it comes from."""
+    if Path(filename).is_relative_to(_PACKAGE):
+        return f"fastgen: warning: {message}\n"
+    return _format_others_warning(message, category, filename, lineno, line)
+
+
 def main() -> None:
     """Runs the command line. The exit status is 1, with one message, for an error of fastgen, and 2 for wrong usage."""
     open_closed_streams()
@@ -88,6 +103,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?" instead
+    warnings.formatwarning = _format_warning
     try:
         try:
             _command()(prog_name="fastgen")

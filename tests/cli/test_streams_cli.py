@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -92,3 +93,12 @@ def test_ctrl_c_while_the_command_is_imported_shows_no_traceback() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_warning_is_one_sentence_and_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path))
+    done = shell("kernels list tiny-llama", "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"fastgen: warning: kernels cannot be kept in {tmp_path} (other users may write to it;")
+    assert done.returncode == 0

@@ -42,6 +42,8 @@ _FORMAT = 1
 _UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST}
 _ROOM = 16 << 20  # bytes; a built kernel takes a tenth of it at most
 _falling_back = threading.Lock()
+# The directories, and the reasons, of which this process has warned.
+_warned_of: set[tuple[Path, str]] = set()
 Make = Callable[[Path], Mapping[str, Any]]
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
@@ -132,6 +134,10 @@ class KernelCache:
         self._warn(str(error.strerror))
 
     def _warn(self, reason: str) -> None:
+        """Warns that kernels cannot be kept. Of all caches in a directory the first one does."""
+        if (self._wanted, reason) in _warned_of:
+            return
+        _warned_of.add((self._wanted, reason))
         warnings.warn(
             f"kernels cannot be kept in {self._wanted} ({reason}), so they are built for this process alone; the "
             "environment variable FASTGEN_CACHE names another directory",
