@@ -73,7 +73,7 @@ class Scenario:
 
 SCENARIOS: dict[str, Scenario] = {
     "plain": Scenario("llama", {"target": "cpp", "max_num_seqs": 8, "token_budget": 40, "block_size": 4}),
-    "window": Scenario("mistral", {"target": "cpp", "max_num_seqs": 16, "token_budget": 24, "block_size": 4}),
+    "window": Scenario("mistral", {"target": "cpp", "max_num_seqs": 24, "token_budget": 72, "block_size": 8}),
     "two groups": Scenario(
         "Gemma2", {"target": "cpp", "dtype": "bfloat16", "max_num_seqs": 16, "token_budget": 40, "block_size": 8}
     ),
@@ -85,10 +85,10 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "drafts within a window": Scenario(
         "mistral",
-        {"target": "cpp", "max_num_seqs": 14, "token_budget": 50, "block_size": 4, "speculative": "ngram"},
+        {"target": "cpp", "max_num_seqs": 24, "token_budget": 72, "block_size": 8, "speculative": "ngram"},
     ),
     "static": Scenario("llama", {"target": "cpp", "max_num_seqs": 8, "token_budget": 40, "policy": "static"}),
-    "dynamic": Scenario("mistral", {"target": "cpp", "max_num_seqs": 8, "token_budget": 60, "policy": "dynamic"}),
+    "dynamic": Scenario("mistral", {"target": "cpp", "max_num_seqs": 16, "token_budget": 60, "policy": "dynamic"}),
     "orca": Scenario("mistral", {"target": "cpp", "max_num_seqs": 16, "token_budget": 60, "policy": "orca"}),
     "prompts first": Scenario("llama", {"target": "cpp", "max_num_seqs": 8, "policy": "prefill_first"}),
     "reference": Scenario("llama", {"target": "torch", "max_num_seqs": 8, "token_budget": 24, "block_size": 4}, False),

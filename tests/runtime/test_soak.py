@@ -28,3 +28,4 @@ def test_a_long_soak(scenario: str, tmp_path: Path) -> None:
     found = run_scenario(scenario, tmp_path, num_requests=num_requests, pool_size=300, seed=2, talk=True)
     print(found)
     assert found["requests"] == num_requests
+    assert found["preemptions"] > 0
