@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgen.compile.host import device
+from fastgen.compile.host import device, system
 from fastgen.errors import InvalidArgumentError
 
 # Two packages of two cores, each core with two threads; what a hypervisor or an ARM board adds stands apart.
@@ -25,7 +25,7 @@ ARM = "".join(f"processor\t: {n}\nFeatures\t: fp asimd i8mm sve\n\n" for n in ra
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty machine of eight logical processors: cpuinfo and the control group's files are what the test writes."""
     monkeypatch.setattr(device, "_CPU_INFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(device, "_CGROUP", tmp_path)
+    monkeypatch.setattr(system, "_CGROUP", tmp_path)
     monkeypatch.setattr(device, "_allowed_cpus", lambda: set(range(8)))
     return tmp_path
 

@@ -1,4 +1,4 @@
-"""Describes the device. Only this module queries the system; the others take a :class:`Device`."""
+"""Describes the device. Only this module and system.py query the system; the others take a :class:`Device`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fastgen.compile.host.system import memory_bytes, read_cgroup, read_text
 from fastgen.errors import InvalidArgumentError
 
 _log = logging.getLogger(__name__)
@@ -35,7 +36,6 @@ _REQUEST_PERMISSION = 0x1023  # of what is asked for,
 _TILE_DATA = 18  # and of the registers
 _CPU_INFO = Path("/proc/cpuinfo")
 _MEMORY_INFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ def free_memory_bytes(device: Device) -> int | None:
     """Returns the memory that this process could take now, within its limits, in bytes; ``None`` if it is not known."""
     if device.kind == "cuda":
         return int(torch.cuda.mem_get_info(device.index)[0])
-    available = re.search(r"^MemAvailable:\s*(\d+) kB$", _read(_MEMORY_INFO), re.MULTILINE)
+    available = re.search(r"^MemAvailable:\s*(\d+) kB$", read_text(_MEMORY_INFO), re.MULTILINE)
     if available is None:
         return None
     free_bytes = int(available[1]) << 10
-    limit, used = _read_cgroup("memory.max"), _read_cgroup("memory.current")
+    limit, used = read_cgroup("memory.max"), read_cgroup("memory.current")
     if limit.isdigit() and used.isdigit():
         # Pages of files that were read count as used, but are given up when memory is needed.
-        files = re.search(r"^inactive_file (\d+)$", _read_cgroup("memory.stat"), re.MULTILINE)
+        files = re.search(r"^inactive_file (\d+)$", read_cgroup("memory.stat"), re.MULTILINE)
         free_bytes = min(free_bytes, int(limit) - int(used) + (int(files[1]) if files else 0))
     return max(0, free_bytes)
 
@@ -154,7 +154,7 @@ def _cpu() -> Device:
     return Device(
         kind="cpu",
         name=model_name or platform.processor() or platform.machine(),
-        memory_bytes=_memory_bytes(),
+        memory_bytes=memory_bytes(),
         num_cores=min(_count_cores(processors) or len(allowed), _quota_cores()),
         instruction_sets=tuple(name for name in _INSTRUCTION_SETS if name in flags),
         amx_refusal=refusal,
@@ -202,23 +202,5 @@ def _count_cores(processors: Iterable[dict[str, str]]) -> int:
 
 def _quota_cores() -> int:
     """Returns the cores of a container's CPU quota, rounded up; a very large number without a quota."""
-    quota, _, period = _read_cgroup("cpu.max").partition(" ")
+    quota, _, period = read_cgroup("cpu.max").partition(" ")
     return max(1, math.ceil(int(quota) / int(period))) if quota.isdigit() and period.isdigit() else 1 << 30
-
-
-def _memory_bytes() -> int:
-    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _read_cgroup("memory.max")
-    return min(installed, int(limit)) if limit.isdigit() else installed
-
-
-def _read_cgroup(name: str) -> str:
-    return _read(_CGROUP / name)
-
-
-def _read(file: Path) -> str:
-    """Returns the text of ``file`` without white space around it; empty where there is none."""
-    try:
-        return file.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
