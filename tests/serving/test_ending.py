@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +19,12 @@ import pytest
 
 import fastgen
 from fastgen.models.checkpoint import hub
-from fastgen.serving import run as serving_run
 from fastgen.serving.clients.deployments import this_deployment
 from fastgen.serving.http.server import FLUSH_S
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.run import Endings, _address, announcement, stop_all
 from tests.serving.http_client import RawClient, get
+from tests.serving.parts import Parts
 from tests.serving.server_process import ServerProcess, is_running, served
 from tests.serving.storm import children
 
@@ -275,101 +274,6 @@ def test_connections_that_are_left_at_the_second_signal_are_cut_and_none_is_wait
         await stop_all(*parts, http, None, endings)  # HTTP has not begun
 
     asyncio.run(run())
-
-
-class Parts:
-    """The parts of a server, which note what is asked of them."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.calls: list[str] = []
-        self.service_given: dict[str, Any] = {}
-        self.http = SimpleNamespace(
-            should_exit=False,
-            server_state=SimpleNamespace(connections=[]),
-            serve=self._serve,
-            leave=lambda: self.calls.append("HTTP leaves"),
-        )
-        grpc = SimpleNamespace(
-            address=None,
-            start=self._noting("gRPC starts"),
-            leave=self._noting("gRPC leaves"),
-            stop=self._noting("gRPC stops"),
-        )
-        service = SimpleNamespace(
-            metrics=SimpleNamespace(log_line_dropped=None),
-            model_name="m",
-            facts=SimpleNamespace(ledger=""),
-            engine=SimpleNamespace(failed=self._never),
-            start=self._noting("the engine starts"),
-            drain=self._noting("the engine drains"),
-            stop=self._noting("the engine stops"),
-        )
-
-        def make_service(arguments: Any, **given: Any) -> Any:
-            self.service_given = given
-            return service
-
-        def make_grpc(*given: Any, is_shared: bool) -> Any:
-            self.calls.append(f"gRPC{' shares its port' * is_shared}")
-            return grpc
-
-        for name, value in {
-            "Service": make_service,
-            "GrpcServer": make_grpc,
-            "HttpServer": lambda *given: self.http,
-            "create_app": lambda *given: SimpleNamespace(include_router=lambda routes: None),
-            "terminate_routes": lambda ending: None,
-            "prepare": self._noting("prepared"),
-            "close_slow": self._noting("closed"),
-            "warn_if_open": lambda options: None,
-            "within_file_limit": lambda options: options,
-            "registered": lambda deployment: nullcontext(),
-            "write_text": lambda *given: None,
-            "listen": self._bound("has"),
-            "bind_shared": self._bound("shares"),
-        }.items():
-            monkeypatch.setattr(serving_run, name, value)
-
-    def _noting(self, what: str) -> Any:
-        async def called(*given: Any) -> None:
-            if what not in ("prepared", "closed"):
-                self.calls.append(" ".join([what, *(f"{each:g}" for each in given)]))
-
-        return called
-
-    async def _never(self) -> str:
-        await asyncio.Event().wait()
-        return ""
-
-    async def _serve(self, sockets: list[Any]) -> None:
-        while not self.http.should_exit:
-            await asyncio.sleep(0.001)
-
-    def _bound(self, how: str) -> Any:
-        def bind(host: str, port: int) -> Any:
-            self.calls.append(f"{how} {host}:{port}")
-            return SimpleNamespace(
-                listen=lambda backlog: self.calls.append(f"listens at {port}"),
-                close=lambda: self.calls.append(f"closes {port}"),
-                getsockname=lambda: (host, port),
-            )
-
-        return bind
-
-    def serve(self, *, make_engine: Any = None, **given: Any) -> None:
-        """Serves until a signal comes, which comes as soon as the server is ready."""
-        log: Any = SimpleNamespace(flush=lambda: None)
-        options = ServeOptions(drain_timeout_s=7.5, engine_timeout_s=8.5, name="m", port=81, **given)
-
-        def ready(deployment: Any) -> None:
-            self.calls.append(f"ready at {deployment.address}")
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        async def run() -> None:
-            async with asyncio.timeout(WAIT_S):
-                await serving_run._run({"model": "m"}, options, ready, lambda: None, log, make_engine)
-
-        asyncio.run(run())
 
 
 ENDED = ["the engine drains 7.5", "the engine stops 5", "gRPC stops 5", "closes 81"]
