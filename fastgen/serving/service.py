@@ -197,7 +197,7 @@ class Service:
                 code="context_length_exceeded",
             )
         check_limits(sampling)
-        check_num_logprobs(number, sampling)
+        check_num_logprobs(number, sampling, self._watch.admission.max_logprob_bytes)
 
     async def _format_refusal(self, sampling: SamplingParams) -> str | None:
         """Returns why the required answer format cannot be compiled, or not fast enough; ``None`` if it can."""

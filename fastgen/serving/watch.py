@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from fastgen.compile.host.system import memory_bytes
 from fastgen.runtime.metrics import Metrics
 from fastgen.serving.admission.admission import Admission, Admitted
+from fastgen.serving.admission.request_limits import max_logprob_bytes
 from fastgen.serving.engine.messages import EngineFacts, Progress
 from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.monitoring.prometheus import ServerMetrics
@@ -20,7 +22,7 @@ class Watch:
 
     def __init__(self, limits: Limits, is_up: Callable[[], bool]):
         self.metrics = ServerMetrics(is_up)
-        self.admission = Admission(limits, self.metrics.refused)
+        self.admission = Admission(limits, self.metrics.refused, max_logprob_bytes=max_logprob_bytes(memory_bytes()))
         self._admitted: dict[EngineRequest, Admitted] = {}
         self._num_generated: dict[EngineRequest, int] = {}
 

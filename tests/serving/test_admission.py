@@ -12,7 +12,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.metrics import Histogram, Metrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.admission.admission import Admission
-from fastgen.serving.admission.request_limits import MAX_MORE_ANSWERS, MAX_N, MAX_OPEN_LOGPROBS
+from fastgen.serving.admission.request_limits import MAX_MORE_ANSWERS, MAX_N, MAX_OPEN_LOGPROBS, max_logprob_bytes
 from fastgen.serving.options import Limits
 from fastgen.serving.refusals import OverloadedError, TooLargeError, UnavailableError
 from tests.serving import fake_engine
@@ -45,10 +45,15 @@ FACTS = msgspec.structs.replace(fake_engine.FACTS, vocab_size=100, max_model_len
 class Door:
     """An admission with its own clock and a list of refusal reasons."""
 
-    def __init__(self, **limits: Any):
+    def __init__(self, *, memory_bytes: int = 1 << 40, **limits: Any):
         self.now_s = 0.0
         self.reasons: list[str] = []
-        self.admission = Admission(Limits(**limits), self.reasons.append, clock=lambda: self.now_s)
+        self.admission = Admission(
+            Limits(**limits),
+            self.reasons.append,
+            max_logprob_bytes=max_logprob_bytes(memory_bytes),
+            clock=lambda: self.now_s,
+        )
         self.admission.begin(FACTS)
 
     def refusal(self, num_prompt_tokens: int, sampling: SamplingParams = ANSWER) -> OverloadedError:
@@ -96,20 +101,37 @@ def test_a_prompt_may_have_so_many_tokens() -> None:
     assert door.reasons == ["prompt_tokens"]
 
 
-def test_so_many_log_probabilities_may_be_held_at_once_but_one_request_is_always_let_in() -> None:
+def test_so_many_log_probabilities_may_be_held_at_once() -> None:
     door = Door()
     large = SamplingParams(n=4, max_new_tokens=MAX_OPEN_LOGPROBS // 16, logprobs=3)
     held = door.admission.admit(1, large)
     held.started()
     door.admission.admit(1, ANSWER)
     refusal = door.refusal(1, replace(ANSWER, logprobs=0))
-    assert f"{MAX_OPEN_LOGPROBS} log-probabilities and this one 10;" in str(refusal)
+    assert f"may hold {MAX_OPEN_LOGPROBS} log-probabilities in " in str(refusal)
+    assert f" and this one 10 in 12800; this server takes at most {MAX_OPEN_LOGPROBS} in " in str(refusal)
     held.ended()
     held.ended()
     door.admission.admit(1, replace(ANSWER, logprobs=0))
     door.refusal(1, large)
     door.admission.begin(FACTS)
     door.admission.admit(1, large)
+    assert door.reasons == ["logprobs"] * 2
+
+
+def test_log_probabilities_take_a_16th_part_of_the_memory_at_most() -> None:
+    """Each takes 280 bytes, and each token that has any 1000 more."""
+    door = Door(memory_bytes=16 * 1_000_000)
+    many, few = SamplingParams(max_new_tokens=20, logprobs=99), SamplingParams(max_new_tokens=312, logprobs=0)
+    first = door.admission.admit(1, many)  # 580,000 bytes
+    refusal = door.refusal(1, many)
+    assert "may hold 2000 log-probabilities in 580000 bytes and this one 2000 in 580000; " in str(refusal)
+    assert "this server takes at most 8388608 in 1000000 bytes at once" in str(refusal)
+    door.admission.admit(1, few)  # 399,360 bytes
+    door.refusal(1, replace(ANSWER, max_new_tokens=17, logprobs=0))
+    door.admission.admit(1, ANSWER)
+    first.ended()
+    door.admission.admit(1, many)
     assert door.reasons == ["logprobs"] * 2
 
 

@@ -29,6 +29,7 @@ from fastgen.serving.admission.request_limits import (
     MAX_STOP_STRINGS,
     check_limits,
     check_num_logprobs,
+    max_logprob_bytes,
     num_logprobs,
 )
 from fastgen.serving.clients.connect import Protocols
@@ -37,6 +38,10 @@ from fastgen.serving.http.generate import CheckBody
 from fastgen.serving.http.openai.run import Batch, in_pieces, json_response, session_of
 from fastgen.serving.http.streaming import Gone
 from fastgen.serving.refusals import BadRequestError
+from fastgen.serving.service import Service
+
+# Bytes for more log-probabilities than a request may have.
+ROOM = 1 << 40
 
 
 def fields(more: int) -> list[dict[str, Any]]:
@@ -64,18 +69,45 @@ def test_what_is_beyond_a_limit_is_refused_by_name(most: dict[str, Any], too_muc
 def test_the_log_probabilities_of_a_request_are_bounded_as_a_product() -> None:
     answers = SamplingParams(n=2, max_new_tokens=8191, logprobs=127)
     assert num_logprobs(8, answers) == MAX_REQUEST_LOGPROBS - 256
-    check_num_logprobs(8, answers)
-    check_num_logprobs(2, replace(answers, prompt_logprobs=127))
+    check_num_logprobs(8, answers, ROOM)
+    check_num_logprobs(2, replace(answers, prompt_logprobs=127), ROOM)
     sums = r"2 answers × 8191 tokens × \(1 \+ 127\) \+ 3 tokens of the prompt × \(1 \+ 127\) = 2097280"
     with pytest.raises(BadRequestError, match=sums) as refused:
-        check_num_logprobs(3, replace(answers, prompt_logprobs=127))
+        check_num_logprobs(3, replace(answers, prompt_logprobs=127), ROOM)
     assert refused.value.param == "logprobs"
     beams = SamplingParams(beam_width=4, max_new_tokens=10, logprobs=0)
     assert num_logprobs(8, beams) == 40
     assert num_logprobs(8, SamplingParams(max_new_tokens=10)) == 0
     with pytest.raises(BadRequestError, match=f"at most {MAX_REQUEST_LOGPROBS} in one request") as refused:
-        check_num_logprobs(MAX_REQUEST_LOGPROBS // 128 + 1, SamplingParams(prompt_logprobs=127))
+        check_num_logprobs(MAX_REQUEST_LOGPROBS // 128 + 1, SamplingParams(prompt_logprobs=127), ROOM)
     assert refused.value.param == "prompt_logprobs"
+
+
+def test_the_log_probabilities_of_a_request_are_bounded_by_their_memory() -> None:
+    """Each takes 280 bytes, and each token that has any 1000 more."""
+    asked = SamplingParams(n=2, max_new_tokens=100, logprobs=9, prompt_logprobs=0)
+    check_num_logprobs(50, asked, 200 * 3800 + 50 * 1280)
+    with pytest.raises(BadRequestError, match="= 2050 log-probabilities; they take up to 824000 bytes, and") as refused:
+        check_num_logprobs(50, asked, 200 * 3800 + 50 * 1280 - 1)
+    assert "this server has 823999 bytes for those of all requests" in str(refused.value)
+    assert refused.value.param == "logprobs"
+    check_num_logprobs(50, SamplingParams(), 0)
+
+
+def test_log_probabilities_have_a_16th_part_of_the_memory_up_to_their_number() -> None:
+    assert max_logprob_bytes(1 << 30) == 64 << 20
+    assert max_logprob_bytes(1 << 34) == 1 << 30
+    assert max_logprob_bytes(1 << 50) == 8_388_608 * 1280
+
+
+def test_a_server_with_little_memory_takes_requests_with_fewer_log_probabilities(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fastgen.serving.watch.memory_bytes", lambda: 1 << 20)
+    service, asked = Service({"model": "m"}), SamplingParams(max_new_tokens=51, logprobs=0)
+    service._check_request([1], asked)  # 65,280 of 65,536 bytes
+    with pytest.raises(BadRequestError, match="this server has 65536 bytes"):
+        service._check_request([1], replace(asked, max_new_tokens=52))
 
 
 def test_too_many_log_probabilities_are_refused_by_every_protocol(deployment: Deployment) -> None:

@@ -15,6 +15,7 @@ from fastgen.serving.admission.prediction import EngineSize, Load, Pending, Pred
 from fastgen.serving.admission.request_limits import (
     MAX_MORE_ANSWERS,
     MAX_OPEN_LOGPROBS,
+    logprob_bytes,
     num_logprobs,
     num_sequences,
 )
@@ -50,33 +51,40 @@ class Admitted:
 
 
 class _Opened(NamedTuple):
-    """An open request: the load that it is part of, its answers beyond the first, and the most log-probabilities that
-    it may hold.
+    """An open request: the load that it is part of, its answers beyond the first, the most log-probabilities that it
+    may hold, and the memory that these take.
     """
 
     load: Load
     num_more_answers: int
     num_logprobs: int
+    logprob_bytes: int
 
 
 class Admission:
     """Tracks the load of each replica's engine, and admits or refuses each request. A server without replicas has one
-    engine, named ``""``.
+    engine, named ``""``. The log-probabilities of all open requests take at most ``max_logprob_bytes``, so those of one
+    request must not take more.
 
     ``on_refused`` is called with the reason for each refusal: ``queued_requests``, ``queued_tokens``,
     ``prompt_tokens``, ``answers``, ``logprobs``, ``ttft_slo`` or ``itl_target``.
     """
 
     def __init__(
-        self, limits: Limits, on_refused: Callable[[Refusal], None], *, clock: Callable[[], float] = time.monotonic
+        self,
+        limits: Limits,
+        on_refused: Callable[[Refusal], None],
+        *,
+        max_logprob_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        self.limits = limits
+        self.limits, self.max_logprob_bytes = limits, max_logprob_bytes
         self._on_refused, self._clock = on_refused, clock
         # By replica.
         self._loads: dict[str, Load] = {}
         self._open: dict[Pending, _Opened] = {}
         # The sums over all open requests.
-        self._num_more_answers = self._num_logprobs = 0
+        self._num_more_answers = self._num_logprobs = self._logprob_bytes = 0
         self._last_prediction: tuple[float, Prediction | None] = (-math.inf, None)
 
     def begin(self, facts: EngineFacts, replica: str = "") -> None:
@@ -129,21 +137,22 @@ class Admission:
                 "completions or beams",
                 retry_after_s=1.0,
             )
-        found = num_logprobs(num_prompt_tokens, sampling)
-        if self._num_logprobs and found and self._num_logprobs + found > MAX_OPEN_LOGPROBS:
+        found, found_bytes = num_logprobs(num_prompt_tokens, sampling), logprob_bytes(num_prompt_tokens, sampling)
+        if self._num_logprobs + found > MAX_OPEN_LOGPROBS or self._logprob_bytes + found_bytes > self.max_logprob_bytes:
             self._on_refused("logprobs")
             raise OverloadedError(
-                f"the running requests may hold {self._num_logprobs} log-probabilities and this one {found}; this "
-                f"server takes at most {MAX_OPEN_LOGPROBS} at once; try again later, or ask for fewer tokens or "
-                "alternatives",
+                f"the running requests may hold {self._num_logprobs} log-probabilities in {self._logprob_bytes} bytes "
+                f"and this one {found} in {found_bytes}; this server takes at most {MAX_OPEN_LOGPROBS} in "
+                f"{self.max_logprob_bytes} bytes at once; try again later, or ask for fewer tokens or alternatives",
                 retry_after_s=1.0,
             )
         if limits.ttft_slo_s is not None or limits.itl_target_ms is not None:
             self._check_times(self.predict(num_prompt_tokens, num_seqs=num_seqs, priority=sampling.priority))
         pending = load.submitted(num_prompt_tokens, sampling.max_new_tokens, num_seqs, sampling.priority, self._clock())
-        self._open[pending] = _Opened(load, num_more, found)
+        self._open[pending] = _Opened(load, num_more, found, found_bytes)
         self._num_more_answers += num_more
         self._num_logprobs += found
+        self._logprob_bytes += found_bytes
         return Admitted(self, pending)
 
     def routed(self, pending: Pending, replica: str) -> Pending:
@@ -174,6 +183,7 @@ class Admission:
         if (opened := self._open.pop(pending, None)) is not None:
             self._num_more_answers -= opened.num_more_answers
             self._num_logprobs -= opened.num_logprobs
+            self._logprob_bytes -= opened.logprob_bytes
         return opened
 
     def _waiting(self) -> tuple[int, int]:

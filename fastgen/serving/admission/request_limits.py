@@ -30,11 +30,16 @@ MAX_STOP_CHARACTERS = 1000
 MAX_STOP_TOKEN_IDS = 1024
 # Alternatives for each token, of the answer or of the prompt.
 MAX_LOGPROBS = 128
-# Log-probabilities of one request, if its answers get as long as they may. Each takes about 100 bytes in the engine's
-# process and 160 in the server's, until the request ends.
+# Log-probabilities of one request, if its answers get as long as they may.
 MAX_REQUEST_LOGPROBS = 1 << 21
 # The same for all requests that have not ended.
 MAX_OPEN_LOGPROBS = 1 << 23
+# They take at most the machine's memory divided by this.
+LOGPROBS_SHARE = 16
+# Bytes of each log-probability, and of each token that has any, in the engine's process and the server's together, as
+# measured when most is held: 95 to 125 and 240 of them are the engine's, and some of the server's are the encoded
+# answer. While an answer to a chat is encoded, that one takes up to twice as much.
+LOGPROB_BYTES, LOGPROBS_TOKEN_BYTES = 280, 1000
 # With more of them, a request's log-probabilities are sent and collected in pieces.
 MANY_LOGPROBS = 1 << 14
 # Answers of a call with more tokens and log-probabilities together are encoded in pieces, on another thread.
@@ -68,17 +73,37 @@ def num_logprobs(num_prompt_tokens: int, sampling: SamplingParams) -> int:
     return sum(count * (1 + alternatives) for count, alternatives, _ in _logprob_terms(num_prompt_tokens, sampling))
 
 
-def check_num_logprobs(num_prompt_tokens: int, sampling: SamplingParams) -> None:
-    """Raises ``BadRequestError`` with the arithmetic if a request may hold more than ``MAX_REQUEST_LOGPROBS``."""
-    found = num_logprobs(num_prompt_tokens, sampling)
+def logprob_bytes(num_prompt_tokens: int, sampling: SamplingParams) -> int:
+    """Returns the most memory that these log-probabilities take."""
+    num_tokens = sum(count for count, _, _ in _logprob_terms(num_prompt_tokens, sampling))
+    return LOGPROB_BYTES * num_logprobs(num_prompt_tokens, sampling) + LOGPROBS_TOKEN_BYTES * num_tokens
+
+
+def max_logprob_bytes(memory_bytes: int) -> int:
+    """Returns the most memory that the log-probabilities of all open requests take, on a machine with
+    ``memory_bytes``: a 16th part of it, or less if ``MAX_OPEN_LOGPROBS`` take less.
+    """
+    return min(memory_bytes // LOGPROBS_SHARE, MAX_OPEN_LOGPROBS * (LOGPROB_BYTES + LOGPROBS_TOKEN_BYTES))
+
+
+def check_num_logprobs(num_prompt_tokens: int, sampling: SamplingParams, max_bytes: int) -> None:
+    """Raises ``BadRequestError`` with the arithmetic if a request may hold more than ``MAX_REQUEST_LOGPROBS``, or more
+    of them than ``max_bytes`` have room for.
+    """
+    found, found_bytes = num_logprobs(num_prompt_tokens, sampling), logprob_bytes(num_prompt_tokens, sampling)
     if found > MAX_REQUEST_LOGPROBS:
-        terms = list(_logprob_terms(num_prompt_tokens, sampling))
-        sums = " + ".join(f"{text} × (1 + {alternatives})" for _, alternatives, text in terms)
-        raise BadRequestError(
-            f"logprobs: the answer may hold {sums} = {found} log-probabilities; this server takes at most "
-            f"{MAX_REQUEST_LOGPROBS} in one request: ask for fewer tokens, alternatives or completions",
-            param="logprobs" if sampling.logprobs is not None else "prompt_logprobs",
-        )
+        most = f"this server takes at most {MAX_REQUEST_LOGPROBS} in one request"
+    elif found_bytes > max_bytes:
+        most = f"they take up to {found_bytes} bytes, and this server has {max_bytes} bytes for those of all requests"
+    else:
+        return
+    terms = list(_logprob_terms(num_prompt_tokens, sampling))
+    sums = " + ".join(f"{text} × (1 + {alternatives})" for _, alternatives, text in terms)
+    raise BadRequestError(
+        f"logprobs: the answer may hold {sums} = {found} log-probabilities; {most}: ask for fewer tokens, alternatives "
+        "or completions",
+        param="logprobs" if sampling.logprobs is not None else "prompt_logprobs",
+    )
 
 
 def _logprob_terms(num_prompt_tokens: int, sampling: SamplingParams) -> Iterator[tuple[int, int, str]]:
