@@ -15,7 +15,9 @@ from typing import Any
 
 import uvloop
 
+from fastgen.compile.host.system import memory_bytes
 from fastgen.errors import FastgenError
+from fastgen.serving.admission.request_memory import request_memory
 from fastgen.serving.clients.deployments import Deployment, registered, this_deployment
 from fastgen.serving.ending import Ending
 from fastgen.serving.engine.engine import ServedEngine
@@ -134,7 +136,8 @@ async def _run(
                 token=ending.token,
             )
             with rarely_collected(), registered(deployment):
-                _log.info("memory of %s:\n%s", service.model_name, service.facts.ledger)
+                beside = request_memory(options, memory_bytes())
+                _log.info("memory of %s:\n%s\n%s", service.model_name, service.facts.ledger, beside)
                 log.flush()
                 write_text(STDOUT, announcement(deployment, needs_key=bool(options.api_keys)))
                 on_ready(deployment)

@@ -17,6 +17,8 @@ from fastgen.cli import app
 from fastgen.runtime.requests import response_format
 from fastgen.runtime.sampling import kept_formats, structured_output
 from fastgen.serving.admission import request_limits
+from fastgen.serving.admission.bodies import MAX_LARGEST_BODIES
+from fastgen.serving.admission.request_memory import GRPC_PARTS
 from fastgen.serving.engine import recent_requests
 from fastgen.serving.http.openai.messages import MAX_PARTS
 from fastgen.serving.http.openai.requests import MAX_PROMPTS
@@ -70,6 +72,12 @@ def test_the_table_of_bounds_without_a_flag_has_their_numbers() -> None:
         "biases of tokens": [request_limits.MAX_BIASES],
         "alternatives of a token": [request_limits.MAX_LOGPROBS],
         "log-probabilities of a request": [request_limits.MAX_REQUEST_LOGPROBS, request_limits.MAX_OPEN_LOGPROBS],
+        "memory for log-probabilities": [
+            100 / request_limits.LOGPROBS_SHARE,
+            request_limits.LOGPROB_BYTES,
+            request_limits.LOGPROBS_TOKEN_BYTES,
+        ],
+        "memory for bodies": [MAX_LARGEST_BODIES, GRPC_PARTS * MAX_LARGEST_BODIES],
         "a schema as a text, in characters": [response_format.MAX_CHARACTERS],
         "lexer states of a compiled format": [structured_output._LIMITS["max_lexer_states"]],
         "kept formats": [kept_formats.MAX_KEPT, kept_formats.MOST_BYTES / mib],

@@ -16,12 +16,17 @@ MAX_LARGEST_BODIES = 16
 _FREE_BYTES = 64 << 10
 
 
+def max_bytes(limits: ConnectionLimits) -> int:
+    """Returns the most bytes that the bodies of all requests may have, beyond the first of each."""
+    return MAX_LARGEST_BODIES * limits.max_body_bytes
+
+
 class Bodies:
     """Counts the bytes in the bodies of all requests that are not answered yet."""
 
     def __init__(self, limits: ConnectionLimits):
         self.limits = limits
-        self._max_bytes = MAX_LARGEST_BODIES * limits.max_body_bytes
+        self._max_bytes = max_bytes(limits)
         self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
