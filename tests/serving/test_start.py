@@ -1,12 +1,16 @@
-"""What a server says at its start."""
+"""What a server says at its start, also where nobody takes it."""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
+from collections.abc import Callable
 
 import pytest
 
 from fastgen.serving import run
+from fastgen.serving.output import STDOUT, write_text
 from tests.serving.parts import Parts
 
 
@@ -22,3 +26,38 @@ def test_below_the_memory_ledger_stands_what_requests_may_take(
         "total 3 MiB",
         "requests may take beside that, at most: log-probabilities 64.00 MiB, bodies by HTTP 256.00 MiB",
     ]
+
+
+def test_a_server_that_other_machines_reach_without_a_key_warns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Parts(monkeypatch).serve(host="0.0.0.0")
+    assert any("every machine that reaches 0.0.0.0 may use this server" in line for line in caplog.messages)
+
+
+def full() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+def without_a_reader() -> int:
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+@pytest.mark.parametrize("make_output", [full, without_a_reader])
+def test_a_server_whose_output_is_not_taken_serves(
+    make_output: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(monkeypatch)
+    monkeypatch.setattr(run, "write_text", write_text)
+    output, real = make_output(), os.dup(STDOUT)
+    try:
+        os.dup2(output, STDOUT)
+        with open(output, "w", buffering=1) as stream:
+            monkeypatch.setattr(sys, "stdout", stream)
+            parts.serve()
+    finally:
+        os.dup2(real, STDOUT)
+        os.close(real)
+    assert "ready at http://127.0.0.1:81" in parts.calls
