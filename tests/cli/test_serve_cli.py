@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
-from fastgen.cli import app, options
+from fastgen.cli import app, main, options
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving import run as serving_run
 from fastgen.serving.clients.deployments import registered, this_deployment
@@ -90,6 +91,20 @@ def test_properties_are_translated_and_flags_beside_them_win(run: Run, asked: As
     assert f"{file}:4: job_queue_size: max_queued_requests=9" in finished.err.splitlines()
     assert run("serve", "tiny-llama", "--properties", str(file)).status == 0
     assert asked.arguments["model"] == "tiny-llama"
+
+
+def test_properties_are_served_where_what_became_of_them_cannot_be_written(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "serving.properties"
+    file.write_text("option.model_id=tiny-opt\noption.dtype=fp32\n")
+    monkeypatch.setattr("sys.argv", ["fastgen", "serve", "--properties", str(file)])
+    with open("/dev/full", "wb", buffering=0) as full, monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", TextIOWrapper(full, write_through=True))
+        with pytest.raises(SystemExit) as stop:
+            main()
+    assert stop.value.code == 0
+    assert asked.arguments == {"model": "tiny-opt", "dtype": "float32"}
 
 
 def test_a_model_is_needed(run: Run, asked: Asked, tmp_path: Path) -> None:
