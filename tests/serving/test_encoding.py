@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import httpx2
 import msgspec
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -22,8 +19,6 @@ from fastgen.runtime.text.tokenizer_checks import KNOWN_PATTERNS, check_tokenize
 from fastgen.serving.isolated.encoding.encoder import Encoded, Text, TextEncoder
 from fastgen.serving.isolated.encoding.process import begin
 from tests.fast import cases
-from tests.runtime.checkpoints import save_checkpoint, save_tokenizer
-from tests.serving.server_process import served
 
 # At each place of a text of these letters it looks at all the rest twice, so that its time grows with the third power.
 CUBIC = "[ab]*[ab]*[cd]|."
@@ -131,33 +126,3 @@ def _time_of(tokenizer: Any, text: str) -> float:
     began_s = time.process_time()
     tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
     return time.process_time() - began_s
-
-
-# Each takes the longest time that a text may take.
-REFUSED = {
-    "/v1/completions": {"model": "hostile", "prompt": HOSTILE, "max_tokens": 1},
-    "/generate": {"prompt": HOSTILE, "max_new_tokens": 1},
-    "/tokenize": {"prompt": HOSTILE},
-}
-
-
-@pytest.mark.slow  # the tests above have the encoder's errors, and those of the server how it answers errors
-def test_a_server_goes_on_beside_a_hostile_tokenizer(tmp_path: Path) -> None:
-    directory = save_checkpoint("mistral", tmp_path)
-    save_tokenizer(directory)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
-    file = directory / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
-    split = {"type": "Split", "pattern": {"Regex": CUBIC}, "behavior": "Isolated", "invert": False}
-    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, tokenizer["pre_tokenizer"]]}
-    file.write_text(json.dumps(tokenizer))
-    with (
-        served(str(directory), "--target", "torch", "--name", "hostile") as server,
-        httpx2.Client(base_url=server.address, timeout=60) as client,
-    ):
-        for path, refused in REFUSED.items():
-            answered = client.post(path, json=refused)
-            assert (answered.status_code, "processor time" in answered.text) == (400, True), answered.text
-        body = {"model": "hostile", "prompt": "the cat", "max_tokens": 3}
-        assert client.post("/v1/completions", json=body).status_code == 200

@@ -32,7 +32,6 @@ from fastgen.serving.monitoring.log_queue import MAX_WAITING_BYTES, LogQueue
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ServeOptions
 from tests.serving.scripted import ScriptedService, application, scripted_codec
-from tests.serving.server_process import served
 
 LINE = "x" * 1000
 
@@ -100,21 +99,6 @@ def test_a_reader_that_stands_still_delays_nothing_and_hears_later_what_was_drop
     assert [*expected] == []
     pipe.log("again")
     assert pipe.read_until("again") == ["fastgen: again"]
-
-
-@pytest.mark.slow  # test_output has one whose other streams are closed, too
-def test_a_server_whose_log_is_not_read_answers_all_requests() -> None:
-    """A pipe holds 64 KiB, which are a few hundred lines. A server that waits for its reader hangs then."""
-    reading, writing = os.pipe()
-    with served("tiny-llama", "--log-requests", stderr=writing) as server:
-        os.close(writing)
-        try:
-            with httpx2.Client(base_url=server.address, timeout=20) as client:
-                for _ in range(1500):
-                    assert client.get("/health").status_code == 200
-            assert len(os.read(reading, 1 << 20)) > 60_000, "the pipe was full"
-        finally:
-            os.close(reading)  # a server that hangs can end now
 
 
 def test_one_line_may_be_longer_than_all_that_may_wait(pipe: Pipe) -> None:

@@ -5,47 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
-from fastgen.serving.clients.deployments import deployments
 from fastgen.serving.output import write_text
 from tests.serving.http_client import get
-
-WAIT_S = 120.0
-SERVE = [sys.executable, "-m", "fastgen", "serve", "tiny-llama", "--port", "0"]
-
-
-@contextmanager
-def serving(redirection: str, *flags: str, stderr: int | None = None) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Runs a server whose streams a shell redirects: only that can close them. Yields it with its address."""
-    command = ["bash", "-c", f'exec "$@" {redirection}', "bash", *SERVE, *flags]
-    with subprocess.Popen(command, stderr=stderr) as process:
-        try:
-            end_s = time.monotonic() + WAIT_S
-            while not (found := [one for one in deployments() if one.pid == process.pid]):
-                assert process.poll() is None, f"the server ended with status {process.returncode}"
-                assert time.monotonic() < end_s
-                time.sleep(0.05)
-            yield process, found[0].address
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(WAIT_S) == 0
-        finally:
-            process.kill()
+from tests.serving.server_process import WAIT_S, served_by_shell
 
 
 @pytest.mark.slow  # tests/serving/test_log.py counts the lines that a full pipe loses
 def test_a_server_whose_output_is_full_serves_and_counts_what_is_lost() -> None:
-    with serving(">/dev/full 2>/dev/full", "--log-requests") as (_, address):
+    with served_by_shell('exec "$@" >/dev/full 2>/dev/full', "tiny-llama", "--log-requests") as server:
         for _ in range(3):
-            assert asyncio.run(get(address, "/health"))[0] == 200
-        metrics = asyncio.run(get(address, "/metrics"))[1].decode()
+            assert asyncio.run(get(server.address, "/health"))[0] == 200
+        metrics = asyncio.run(get(server.address, "/metrics"))[1].decode()
     num_lost = re.search(r"^fastgen_log_lines_dropped_total (\S+)", metrics, re.MULTILINE)
     assert num_lost is not None
     assert float(num_lost[1]) > 0
@@ -62,11 +37,9 @@ def test_a_log_that_nobody_reads_stops_nothing_and_begins_with_what_is_loaded() 
             async with asyncio.timeout(WAIT_S):
                 assert (await get(address, path))[0] == 404
 
-    with serving("<&- >&-", "--log-requests", stderr=writing) as (process, address):
+    with served_by_shell('exec "$@" <&- >&-', "tiny-llama", "--log-requests", stderr=writing) as server:
         os.close(writing)
-        asyncio.run(ask(address))
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(WAIT_S) == 0, "nor does it wait for ever for its last lines"
+        asyncio.run(ask(server.address))
     with open(reading) as log:
         assert log.readline() == "fastgen: loading tiny-llama; its address is printed once it is served\n"
 
