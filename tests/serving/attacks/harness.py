@@ -66,8 +66,8 @@ class Probes:
     wrong: list[str] = field(default_factory=list)
 
     async def probe(self, server: ServerProcess, pause_s: float, is_over: Callable[[], bool]) -> None:
-        """Asks for ``/health`` and looks at the server's memory, until ``is_over`` returns true."""
-        while not is_over():
+        """Asks for ``/health`` and looks at the server's memory, once at least and until ``is_over`` returns true."""
+        while not (is_over() and self.health_s):
             began_s = time.perf_counter()
             status, _ = await get(server.address, "/health")
             self.health_s.append(time.perf_counter() - began_s)
@@ -107,8 +107,8 @@ def check_status(status: int, *expected: int, about: object = "") -> None:
 def observed(server: ServerProcess) -> Iterator[Seen]:
     """Watches memory, ``/health`` and one honest stream after the other, in a thread, until the block is left.
 
-    The block begins after a first honest stream, and ends when the last one has ended. Raises :class:`AssertionError`
-    if an honest stream failed or two of them differ.
+    The block begins after a first honest stream. It ends when the last one has ended, and one at least is in it. Raises
+    :class:`AssertionError` if an honest stream failed or two of them differ.
     """
     memory = resident_bytes(server.process.pid)
     seen = Seen(memory_before=memory, memory_peak=memory)
@@ -170,7 +170,7 @@ async def _watch(server: ServerProcess, seen: Seen, is_begun: threading.Event, i
         is_begun.set()
 
     async def stream() -> None:
-        while not is_over.is_set():
+        while not (is_over.is_set() and seen.gaps_s):
             seen.texts.append(await _stream(server.address, seen.gaps_s))
 
     probing = seen.probe(server, PROBE_PAUSE_S, is_over.is_set)

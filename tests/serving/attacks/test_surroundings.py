@@ -14,14 +14,18 @@ import pytest
 
 from fastgen.models.checkpoint.builtins import BUILTINS
 from fastgen.serving.clients.deployments import deployments
-from tests.serving.attacks import helpers, log_lines
+from tests.serving.attacks import connections, grpc_connections, helpers, log_lines
 from tests.serving.attacks.harness import HONEST, MODEL, Attack, Target, observed
 from tests.serving.attacks.storm import target_of
 from tests.serving.attacks.surroundings import LEFT, badly_placed
 from tests.serving.http_client import RawClient, ask
 from tests.serving.server_process import ServerProcess
 
-MAX_FILES = 200
+# So many files are too few for the connections that a server takes by default. What remains is for these.
+MAX_FILES, NUM_CONNECTIONS = 560, (560 - 256) // 3
+# Short, so that attacks that wait for these limits take some seconds.
+LIMITS = ("--header-timeout", "2", "--keep-alive", "2", "--body-timeout", "3", "--write-timeout", "2")
+IDLE = grpc_connections.ATTACKS | {"idle_connections": connections.ATTACKS["idle_connections"]}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def badly(place: Path) -> Iterator[ServerProcess]:
-    with badly_placed(place, "--grpc-port", "0", max_files=MAX_FILES) as server:
+    with badly_placed(place, "--grpc-port", "0", *LIMITS, max_files=MAX_FILES) as server:
         yield server
 
 
@@ -63,12 +67,22 @@ def test_helpers_and_the_log_hold_up_no_other_request(badly: ServerProcess) -> N
     assert found == []
 
 
+@pytest.mark.parametrize("name", IDLE)
+def test_what_asks_for_nothing_delays_nobody(badly: ServerProcess, name: str) -> None:
+    with observed(badly) as seen:
+        small(IDLE[name], target_of(badly))
+    assert max(seen.gaps_s) < 1.0
+    assert max(seen.health_s) < 1.0
+    assert seen.memory_growth < 64 << 20
+
+
 def test_connections_beyond_what_it_may_open_are_refused_in_words(badly: ServerProcess) -> None:
     async def run() -> None:
-        clients = [await RawClient.connect(badly.address) for _ in range(60)]
+        clients = [await RawClient.connect(badly.address) for _ in range(NUM_CONNECTIONS * 3 // 2)]
         for client in clients:
             client.writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         heads = [await client.head() for client in clients]
+        assert [status for status, _ in heads].count(200) == NUM_CONNECTIONS
         assert {status for status, _ in heads} == {200, 429}
         for client in clients:
             client.leave()
