@@ -158,6 +158,20 @@ def test_steps_are_shared_by_tokens_with_prompts_and_decodes() -> None:
     )
 
 
+def test_a_request_that_comes_during_a_step_waits_for_the_next_one() -> None:
+    """The step that runs had been scheduled before it came, so it could not admit the request."""
+    facts = why(
+        recording(
+            arrival(0.0, 0, 50),
+            step(0, 0.0, 2.0, ("0.0", 0, 50, 1), admitted=(slot("0.0", 0),)),
+            arrival(1.0, 1, 50),
+            step(1, 2.0, 3.0, ("1.0", 0, 50, 1), admitted=(slot("1.0", 1),)),
+        ),
+        "1",
+    )
+    assert shares(facts.first_token) == {"queued_step": 1.0, "own": 1.0}
+
+
 WAITS: dict[str, tuple[dict[str, Any], str]] = {
     "queued_slots": ({"running": 2}, "queued for a slot"),
     "queued_blocks": ({"running": 1, "blocks_free": 0}, "queued for KV cache blocks"),
