@@ -132,9 +132,9 @@ class ToolCallParser:
         self._at = self._num_opening = found - num_before + len(mark)
 
     def _num_certain(self, mark: str) -> int:
-        """Returns how many characters are content, whatever follows."""
+        """Returns how many characters are content, whatever follows. The text does not hold ``mark``."""
         text = self._text
-        held = next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-size:])), 0)
+        held = next((size for size in range(min(len(mark), len(text)), 0, -1) if mark.startswith(text[-size:])), 0)
         return len(text[: len(text) - held].rstrip())
 
     def _read_section(self) -> _Steps:
