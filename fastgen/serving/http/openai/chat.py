@@ -92,7 +92,7 @@ class _Writer:
         self, service: Service, body: ChatRequest, tools: ChatTools | None, num_prompt_tokens: int, completion_id: str
     ):
         self._codec, self._tools = service.codec, tools
-        self._num_top = (body.top_logprobs or 0) if body.logprobs else None
+        self._num_top = body.top_logprobs or 0
         self._includes_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._reports_usage_always = body.stream_options is not None and body.stream_options.reports_usage_always
         self._n = body.n or 1
@@ -172,7 +172,7 @@ class _Writer:
         return self._calls[index]
 
     def _logprobs(self, token_ids: list[int], logprobs: list[dict[int, float]] | None) -> ChatLogprobs | None:
-        if self._num_top is None or logprobs is None:
+        if logprobs is None:  # they were not asked for
             return None
         return chat_logprobs(self._codec, token_ids, logprobs, self._num_top)
 
