@@ -123,6 +123,29 @@ def test_free_memory_is_what_the_system_and_the_container_leave(machine: Path, m
     assert device.free_memory_bytes(cpu) == 66 << 20
 
 
+def test_limits_of_the_first_version_of_control_groups_count_too(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (machine / "cpuinfo").write_text(INTEL)
+    (machine / "meminfo").write_text("MemAvailable:   1048576 kB\n")
+    monkeypatch.setattr(device, "_MEMORY_INFO", machine / "meminfo")
+    for folder in ("cpu", "memory"):
+        (machine / folder).mkdir()
+    (machine / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
+    (machine / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    (machine / "memory" / "memory.limit_in_bytes").write_text(f"{(1 << 63) - 4096}\n")
+    (machine / "memory" / "memory.usage_in_bytes").write_text(f"{200 << 20}\n")
+    (machine / "memory" / "memory.stat").write_text(f"cache 1\ninactive_file {10 << 20}\ntotal_inactive_file 1\n")
+    unlimited = device.current("cpu")
+    assert unlimited.num_cores == 4
+    assert device.free_memory_bytes(unlimited) == 1 << 30
+    (machine / "cpu" / "cpu.cfs_quota_us").write_text("150000\n")
+    (machine / "memory" / "memory.limit_in_bytes").write_text(f"{256 << 20}\n")
+    limited = device.current("cpu")
+    assert (limited.num_cores, limited.memory_bytes) == (2, 256 << 20)
+    assert device.free_memory_bytes(limited) == 66 << 20
+
+
 @pytest.mark.parametrize("name", ["", "gpu", "CPU", "cpu:0", "cuda:", "cuda:-1", "cuda:x", "cpu\n", "cuda:99999999", 0])
 def test_an_unknown_name_is_refused(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"device=.*: expected 'auto', 'cpu', 'cuda'"):
