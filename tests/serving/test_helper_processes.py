@@ -16,7 +16,7 @@ import pytest
 
 from fastgen.errors import FastgenError
 from fastgen.serving.isolated.encoding.encoder import TextEncoder
-from fastgen.serving.isolated.processes import HelperEndedError, HelperProcesses, _Process
+from fastgen.serving.isolated.processes import LOW_PRIORITY, HelperEndedError, HelperProcesses, _Process
 from fastgen.serving.isolated.templates.renderer import TemplateRenderer
 from fastgen.serving.refusals import UnavailableError
 
@@ -42,6 +42,13 @@ def test_no_more_are_started_than_there_may_be_and_each_is_used_again(processes:
     for text in (b"", b"one", b"x" * 10_000):
         assert processes.ask(text) == text
     assert processes._processes == started
+
+
+def test_they_have_a_low_priority(processes: HelperProcesses) -> None:
+    processes.start()
+    (process,) = processes._processes
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == max(own, LOW_PRIORITY)
 
 
 def test_closing_them_ends_those_at_work_and_starts_no_more(processes: HelperProcesses) -> None:

@@ -28,6 +28,8 @@ _PATIENCE_S = 0.05
 MAX_WALL_S = 30.0
 # The same for its start, which imports libraries.
 MAX_START_S = 120.0
+# The ``nice`` value of the processes: their work must not delay the steps and the streams of others.
+LOW_PRIORITY = 10
 # How often work is given to another process if something else has ended the one that did it.
 _MAX_TRIES = 2
 # The exit statuses of a process that something else has ended.
@@ -143,6 +145,9 @@ class _Process:
         environment = environment_without_keys()
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, env=environment)
+        with contextlib.suppress(OSError):  # it has ended, or this process may not
+            priority = max(LOW_PRIORITY, os.getpriority(os.PRIO_PROCESS, 0))
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, priority)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._to, self._from = self._process.stdin, self._process.stdout

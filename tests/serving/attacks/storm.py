@@ -191,19 +191,15 @@ def attack(kind: str, target: Target, seconds: float, is_large: bool, seed: int,
     async def repeat(name: str, one: Attack, rng: random.Random) -> None:
         until_s = time.monotonic() + seconds
         while (left_s := until_s - time.monotonic()) > 0:
+            limit = asyncio.timeout(left_s + GRACE_S)
             try:
-                async with asyncio.timeout(left_s + GRACE_S):
+                async with limit:
                     await one.run(target, one.large if is_large else one.small)
                 end = "as alone"
-            except TimeoutError:
-                end = "cut off at the end of a turn"
-            except BusyError:
-                end = "refused, since the server had too much to do"
-            except (ConnectionError, BrokenAnswerError):
-                end = "the connection was closed"
             except Exception as error:
-                end = "wrong"
-                wrong.append(f"{name}: {error!r:.500}")
+                end = _end_by(error, is_cut_off=limit.expired())
+                if end == "wrong":
+                    wrong.append(f"{name}: {error!r:.500}")
             happened[f"{name}: {end}"] += 1
             await asyncio.sleep(rng.uniform(0.0, 1.0))
 
@@ -215,6 +211,17 @@ def attack(kind: str, target: Target, seconds: float, is_large: bool, seed: int,
 
     asyncio.run(run())
     found.put((happened, wrong))
+
+
+def _end_by(error: Exception, *, is_cut_off: bool) -> str:
+    """Returns how an attack ended that raised ``error``. One that is cut off may raise anything."""
+    if is_cut_off:
+        return "cut off at the end of a turn"
+    if isinstance(error, BusyError):
+        return "refused, since the server had too much to do"
+    if isinstance(error, ConnectionError | BrokenAnswerError):
+        return "the connection was closed"
+    return "wrong"
 
 
 def compute(seconds: float) -> None:
