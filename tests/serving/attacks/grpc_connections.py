@@ -97,10 +97,16 @@ async def unread_answers(target: Target, size: int) -> None:
 
 
 def _check_code(code: grpc.StatusCode, method: str, expected: Mapping[str, Sequence[grpc.StatusCode]]) -> None:
-    """Raises ``AssertionError`` if a call of ``method`` ended with none of the ``expected`` codes, or ``BusyError``."""
-    if code in (_TOO_MANY, grpc.StatusCode.UNAVAILABLE) and code not in expected[method]:
+    """Raises ``AssertionError`` if a call of ``method`` ended with none of the ``expected`` codes, ``BusyError`` if the
+    server had too much to do, and ``ConnectionAbortedError`` if the call was cut off.
+    """
+    if code in expected[method]:
+        return
+    if code in (_TOO_MANY, grpc.StatusCode.UNAVAILABLE):
         raise BusyError(f"{code} of {method}")
-    assert code in expected[method], (method, code)
+    if code == grpc.StatusCode.CANCELLED:
+        raise ConnectionAbortedError(f"{code} of {method}")
+    raise AssertionError(f"{code} of {method}")
 
 
 async def _until_closed(target: Target, size: int, sent: bytes) -> None:

@@ -219,6 +219,8 @@ def _end_by(error: Exception, *, is_cut_off: bool) -> str:
         return "cut off at the end of a turn"
     if isinstance(error, BusyError):
         return "refused, since the server had too much to do"
+    if isinstance(error, TimeoutError):  # of its own
+        return "took longer than alone"
     if isinstance(error, ConnectionError | BrokenAnswerError):
         return "the connection was closed"
     return "wrong"
