@@ -123,8 +123,9 @@ def over_rounds(values: Sequence[float], shape: str = "{:g}") -> str:
 
 
 def spread(values: Sequence[float], shape: str = "{:g}") -> str:
-    """Writes the least and the greatest value."""
-    return f"{shape.format(min(values))} to {shape.format(max(values))}"
+    """Writes the least and the greatest value, or one number where they look the same."""
+    least, greatest = shape.format(min(values)), shape.format(max(values))
+    return least if least == greatest else f"{least} to {greatest}"
 
 
 def within_turns(compared: Mapping[str, Any]) -> str:

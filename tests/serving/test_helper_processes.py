@@ -89,14 +89,16 @@ def test_one_that_the_system_refuses_is_to_be_tried_again(
     assert processes.ask(b"one") == b"one"
 
 
-def test_what_its_successor_meets_is_not_told_to_who_ended_it(processes: HelperProcesses) -> None:
+def test_what_its_successor_meets_is_not_told_to_who_ended_it(
+    processes: HelperProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is the text that took too long, whether or not the next process can begin."""
     processes.start()
     (process,) = processes._processes
     processes._command = ["false"]
     process._process.send_signal(signal.SIGPROF)
     process._process.wait()
-    processes._take = lambda: process  # type: ignore[method-assign]
+    monkeypatch.setattr(processes, "_take", lambda: process)
     with pytest.raises(HelperEndedError) as caught:
         processes.ask(b"one")
     assert caught.value.took_too_long

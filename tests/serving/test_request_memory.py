@@ -1,4 +1,4 @@
-"""What open requests may take beside the memory ledger, as the start says it."""
+"""The line at a server's start about the memory that open requests may take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server says at its start, also where nobody takes it."""
+"""The messages of a server at its start, also where its output cannot be written."""
 
 from __future__ import annotations
 
