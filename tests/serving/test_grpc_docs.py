@@ -61,7 +61,7 @@ def test_the_limits_of_connections_reach_grpc_in_its_units() -> None:
     limits = ConnectionLimits(
         max_connections=9, max_body_bytes=123, header_timeout_s=2.5, keep_alive_s=0.0001, write_timeout_s=7.0
     )
-    assert dict(connection_options(limits)) == {
+    assert dict(connection_options(limits, max_calls=55)) == {
         "grpc.max_receive_message_length": 123,
         "grpc.max_allowed_incoming_connections": 9,
         "grpc.server_handshake_timeout_ms": 2500,
@@ -69,6 +69,8 @@ def test_the_limits_of_connections_reach_grpc_in_its_units() -> None:
         "grpc.keepalive_time_ms": 7000,
         "grpc.http2.ping_timeout_ms": 20_000,
         "grpc.max_concurrent_streams": 1024,
+        "grpc.server.max_pending_requests": 55,
+        "grpc.server.max_pending_requests_hard_limit": 55,
         "grpc.http2.bdp_probe": 0,
     }
 
@@ -147,7 +149,7 @@ def test_names_of_peers_are_addresses_of_sockets(peer: str, host: str) -> None:
     ("seconds", "expected_ms"), [(0.0004, 1), (0.001, 1), (0.0016, 2), (1.0, 1000), (2.5, 2500), (600.0, 600_000)]
 )
 def test_times_of_grpc_are_whole_milliseconds_and_never_none(seconds: float, expected_ms: int) -> None:
-    options = dict(connection_options(ConnectionLimits(keep_alive_s=seconds)))
+    options = dict(connection_options(ConnectionLimits(keep_alive_s=seconds), max_calls=1))
     assert options["grpc.max_connection_idle_ms"] == expected_ms
 
 

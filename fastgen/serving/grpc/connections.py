@@ -20,11 +20,12 @@ _PING_TIMEOUT_S = 20.0
 _LISTENING = "0A"
 
 
-def connection_options(limits: ConnectionLimits) -> tuple[tuple[str, int], ...]:
-    """Returns the options of a gRPC server that keep to ``limits``.
+def connection_options(limits: ConnectionLimits, max_calls: int) -> tuple[tuple[str, int], ...]:
+    """Returns the options of a gRPC server that keep to ``limits``, and let ``max_calls`` wait for the event loop.
 
     A connection is counted from the moment it is accepted. It is closed if TLS and HTTP/2 are not agreed on within
-    ``header_timeout_s``, if it has no call for ``keep_alive_s``, and if its client does not answer pings.
+    ``header_timeout_s``, if it has no call for ``keep_alive_s``, and if its client does not answer pings. Of more calls
+    than may wait gRPC ends some with ``CANCELLED``, which gives no reason; by default of more than 1000.
     """
     return (
         ("grpc.max_receive_message_length", limits.max_body_bytes),
@@ -34,6 +35,8 @@ def connection_options(limits: ConnectionLimits) -> tuple[tuple[str, int], ...]:
         ("grpc.keepalive_time_ms", _in_ms(limits.write_timeout_s)),
         ("grpc.http2.ping_timeout_ms", _in_ms(_PING_TIMEOUT_S)),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
+        ("grpc.server.max_pending_requests", max_calls),
+        ("grpc.server.max_pending_requests_hard_limit", max_calls),
         # Buffers of what is sent before it is received keep their 64 KiB, however fast a client sends.
         ("grpc.http2.bdp_probe", 0),
     )

@@ -217,10 +217,10 @@ class GrpcServer:
         """Listens and serves. Raises ``InvalidArgumentError`` if that is not possible."""
         if self._options.grpc_port is None:
             return
-        limits = self._options.connections
+        limits, most_calls = self._options.connections, max_calls(self._options.limits)
         self._server = server = grpc.aio.server(
-            options=(*connection_options(limits), ("grpc.so_reuseport", int(self._is_shared))),
-            maximum_concurrent_rpcs=max_calls(self._options.limits),
+            options=(*connection_options(limits, most_calls), ("grpc.so_reuseport", int(self._is_shared))),
+            maximum_concurrent_rpcs=most_calls,
         )
         servicer = GenerationServicer(self._service, self._options.api_keys, self._ending, limits)
         reflection = Reflection(self._open_receiving, self._sending, timeout_s=limits.body_timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from itertools import islice
 
 import grpc
@@ -82,6 +83,26 @@ def test_connections_beyond_the_limit_are_closed_and_the_rest_is_counted() -> No
             for _, writer in clients:
                 writer.transport.abort()
             await asyncio.wait(ends)
+
+    asyncio.run(run())
+
+
+def test_calls_that_wait_for_a_busy_server_are_answered() -> None:
+    """gRPC by itself would end some of more than 1000 such calls, without a reason."""
+
+    async def run() -> None:
+        async with served(Refusing()) as address:
+            own_connection = [("grpc.use_local_subchannel_pool", 1)]
+            channels = [grpc.insecure_channel(address, own_connection) for _ in range(2)]
+            for channel in channels:
+                await asyncio.to_thread(grpc.channel_ready_future(channel).result, WAIT_S)
+            generate = [channel.unary_unary("/fastgen.v1.Generation/Generate") for channel in channels]
+            calls = [call.future(b"") for call in generate for _ in range(800)]
+            time.sleep(1.5)  # the event loop is busy
+            codes = await asyncio.to_thread(lambda: [call.code() for call in calls])
+            assert set(codes) == {grpc.StatusCode.INVALID_ARGUMENT}
+            for channel in channels:
+                channel.close()
 
     asyncio.run(run())
 
