@@ -17,7 +17,7 @@ import fastgen
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.engine import Engine
-from fastgen.runtime.flight.recorder import StepRecord
+from fastgen.runtime.flight.ring_events import StepRecord
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.scheduling.schedule import Schedule

@@ -1,38 +1,30 @@
 """The flight recorder: it always keeps the last steps of an engine, and the arrivals and ends between them.
 
-A step's record holds numbers and references that exist already, so making it costs microseconds. The names and block
-numbers of a :class:`~fastgen.runtime.flight.recording.Recording` are computed only when a recording is requested. The
-ring is bounded in steps and in bytes. A request whose arrival has left the ring is kept as long as the ring holds a
-later event of it.
+A step's record is made of numbers that exist already, which costs microseconds. The names and block numbers of a
+:class:`~fastgen.runtime.flight.recording.Recording` are computed only when a recording is requested. The ring is
+bounded in steps and in bytes. A request whose arrival has left the ring is kept as long as the ring holds a later event
+of it.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from datetime import UTC, datetime
 from itertools import islice
-from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fastgen.runtime.flight.block_numbers import BlockNumbers
-from fastgen.runtime.flight.recording import (
-    Admission,
-    Arrival,
-    BeamMove,
-    Beams,
-    BlockEntry,
-    Blocks,
-    Copy,
-    EngineFacts,
-    Entry,
-    Event,
-    Finish,
-    Header,
-    Recording,
-    Step,
-    Withdrawal,
+from fastgen.runtime.flight.recording import Blocks, EngineFacts, Event, Header, Recording
+from fastgen.runtime.flight.ring_events import (
+    ArrivalRecord,
+    BeamMoves,
+    FinishRecord,
+    Key,
+    StepRecord,
+    WithdrawalRecord,
+    keys,
 )
 from fastgen.runtime.flight.snapshot import SchedulerState
 from fastgen.runtime.requests.outputs import FinishReason
@@ -42,150 +34,10 @@ from fastgen.runtime.step.step import Step as EngineStep
 from fastgen.version import __version__
 
 if TYPE_CHECKING:
-    from fastgen.runtime.scheduling.schedule import Schedule, ScheduledTokens
+    from fastgen.runtime.scheduling.schedule import Schedule
     from fastgen.runtime.scheduling.scheduler import Scheduler
 
-_Key = tuple[int, int]
-_key_of: Callable[[Sequence], _Key] = attrgetter("key")
-# Memory of one element in a list of token ids: a pointer and an integer.
-_BYTES_PER_TOKEN = 40
-
-
-class StepRecord:
-    """The record of one step. Its times and tokens are filled in as they become known."""
-
-    __slots__ = (
-        "admitted",
-        "began_s",
-        "blocks_cached",
-        "blocks_free",
-        "build_s",
-        "chunks",
-        "copies",
-        "decodes",
-        "ended_s",
-        "held_back",
-        "num_padding",
-        "num_running",
-        "num_waiting",
-        "number",
-        "positions",
-        "postponed",
-        "preempted",
-        "ran_s",
-        "sampled",
-        "scheduled_s",
-        "size",
-        "updates",
-    )
-
-    def __init__(
-        self,
-        number: int,
-        schedule: Schedule,
-        scheduler: Scheduler,
-        began_s: float,
-        scheduled_s: float,
-        held_back: SequenceOf[Sequence] | None,
-    ):
-        self.number, self.began_s, self.scheduled_s = number, began_s, scheduled_s
-        self.held_back = None if held_back is None else [seq.key for seq in held_back]
-        self.build_s, self.num_padding = 0.0, 0
-        self.ran_s: float | None = None
-        self.ended_s: float | None = None
-        self.size, self.updates = schedule.size, schedule.block_updates
-        self.copies, self.positions = schedule.block_copies, schedule.positions
-        self.decodes = list(map(_key_of, schedule.decodes))
-        self.chunks = [_chunk(each) for each in schedule.chunks] if schedule.chunks else []
-        self.preempted = list(map(_key_of, schedule.preempted))
-        self.admitted: list[tuple[_Key, int, int, int]] = []
-        self.sampled: list[_Key] = []
-        self.postponed: list[_Key] = []
-        self.num_running, self.num_waiting = len(scheduler.running), scheduler.num_waiting
-        self.blocks_free, self.blocks_cached = scheduler.reservations.num_free, scheduler.kv.pool.num_cached
-
-    def step(self) -> Step:
-        """Returns the record in its present state, with names in place of keys. The step may end meanwhile, on another
-        thread.
-        """
-        ended_s = self.ended_s  # it is read first and set last, so that a step that has ended has its tokens
-        num_sampled = Counter(() if ended_s is None else self.sampled)
-        decodes = [(key, start, 1, 0) for key, start in zip(self.decodes, self.positions, strict=True)]
-        return Step(
-            step=self.number,
-            began_s=self.began_s,
-            scheduled_s=self.scheduled_s,
-            build_s=self.build_s,
-            ran_s=self.ran_s,
-            ended_s=ended_s,
-            size=self.size,
-            num_padding=self.num_padding,
-            num_decodes=len(decodes),
-            entries=tuple(
-                Entry(_name(key), start, num_tokens, num_drafts, num_sampled[key])
-                for key, start, num_tokens, num_drafts in (*decodes, *self.chunks)
-            ),
-            admitted=tuple(Admission(_name(key), *rest) for key, *rest in self.admitted),
-            preempted=tuple(map(_name, self.preempted)),
-            block_entries=tuple(BlockEntry(*update) for update in self.updates),
-            block_copies=tuple(Copy(*copy) for copy in self.copies),
-            running=self.num_running,
-            waiting=self.num_waiting,
-            blocks_free=self.blocks_free,
-            blocks_cached=self.blocks_cached,
-            held_back=None if self.held_back is None else tuple(map(_name, self.held_back)),
-            postponed=tuple(map(_name, self.postponed)),
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        """Returns about how much memory the record takes."""
-        return 600 + 20 * len(self.decodes) + 150 * (len(self.chunks) + len(self.updates) + len(self.copies))
-
-
-class _Finished(NamedTuple):
-    key: _Key
-    clock_s: float
-    reason: FinishReason
-    num_tokens: int
-    # Set if this was the last of its completions.
-    request: Request | None
-    step: int | None
-
-    @property
-    def num_bytes(self) -> int:
-        num_tokens = 0 if self.request is None else sum(seq.num_tokens for seq in self.request.sequences)
-        return 300 + _BYTES_PER_TOKEN * num_tokens
-
-
-class _Withdrawn(NamedTuple):
-    request_id: int
-    step: int
-
-    @property
-    def num_bytes(self) -> int:
-        return 200
-
-
-class BeamMoves:
-    """The changes that a beam search makes to its sequences after a step."""
-
-    def __init__(self) -> None:
-        self.request_id = self.step = -1
-        # Each move: the sequence, its new parent, the tokens it had, and how many of them are prompt tokens.
-        self.moves: list[tuple[_Key, _Key | None, SequenceOf[int], int]] = []
-        self.given: list[_Key] = []
-
-    def add(self, beam: Sequence, parent: Sequence | None, *, keeps_tokens: bool) -> None:
-        token_ids = list(beam.token_ids) if keeps_tokens else ()
-        self.moves.append((beam.key, None if parent is None else parent.key, token_ids, beam.num_prompt_tokens))
-
-    @property
-    def num_bytes(self) -> int:
-        return 300 + sum(200 + _BYTES_PER_TOKEN * len(token_ids) for _, _, token_ids, _ in self.moves)
-
-
-_RingEvent = StepRecord | Request | _Finished | _Withdrawn | BeamMoves | SchedulerState
+_RingEvent = StepRecord | ArrivalRecord | FinishRecord | WithdrawalRecord | BeamMoves | SchedulerState
 # Snapshots per full turn of the ring. There are several, so that the ring always holds one.
 SNAPSHOTS = 4
 
@@ -212,10 +64,10 @@ class Recorder(Observer):
         self._bytes_seen = 0
         # The step before which the last snapshot was taken, and the bytes seen by then.
         self._last_snapshot = (first_step, 0)
-        self._open: dict[int, Request] = {}
+        self._open: dict[int, ArrivalRecord] = {}
         # Arrivals that left the ring before the ends of their requests.
-        self._early: dict[int, Request] = {}
-        self._running: set[_Key] = set()
+        self._early: dict[int, ArrivalRecord] = {}
+        self._running: set[Key] = set()
         # The step whose tokens arrived last.
         self._ran: StepRecord | None = None
         # The records of steps that have not ended.
@@ -223,8 +75,9 @@ class Recorder(Observer):
         self._moves = BeamMoves()
 
     def arrived(self, request: Request) -> None:
-        self._open[request.request_id] = request
-        self._append(request, _arrival_bytes(request))
+        record = ArrivalRecord(request, keeps_tokens=self.engine.prefix_caching)
+        self._open[request.request_id] = record
+        self._append(record)
 
     @property
     def wants_snapshot(self) -> bool:
@@ -241,7 +94,7 @@ class Recorder(Observer):
         """
         state = SchedulerState(scheduler, self.next_step)
         if SNAPSHOTS * state.num_bytes < self.max_bytes:
-            self._append(state, state.num_bytes)
+            self._append(state)
         self._last_snapshot = (self.next_step, self._bytes_seen)
 
     def begin_with(self, running: Iterable[Sequence]) -> None:
@@ -270,12 +123,12 @@ class Recorder(Observer):
         for entry in schedule.chunks:
             if entry.seq.key not in self._running:
                 assert entry.seq.slot is not None
-                record.admitted.append((entry.seq.key, entry.seq.slot, entry.start, entry.seq.num_cached_tokens))
+                record.admitted += ((entry.seq.key, entry.seq.slot, entry.start, entry.seq.num_cached_tokens),)
                 self._running.add(entry.seq.key)
         self.next_step += 1
         if held_back is None:
             self._ran = None
-        self._append(record, record.num_bytes)
+        self._append(record)
         return record
 
     def ran(self, step: EngineStep) -> None:
@@ -283,11 +136,11 @@ class Recorder(Observer):
         record = self._ran = self._records[step]
         record.build_s, record.num_padding, record.ran_s = step.build_s, step.num_padding, step.ran_s
         if step.postponed:
-            record.postponed = sorted(seq.key for seq in step.postponed)
+            record.postponed = tuple(sorted(keys(step.postponed)))
 
     def ended(self, step: EngineStep) -> None:
         record = self._records.pop(step)
-        record.sampled = [sequence.key for sequence, _ in step.given]
+        record.sampled = keys(sequence for sequence, _ in step.given)
         record.ended_s = step.ended_s
 
     def beam_moves(self, beam: Sequence, parent: Sequence | None) -> None:
@@ -298,21 +151,22 @@ class Recorder(Observer):
         moves, self._moves = self._moves, BeamMoves()
         beams = [seq for seq in request.sequences if seq.status is SequenceStatus.RUNNING and seq.num_pending_tokens]
         moves.request_id, moves.step = request.request_id, self._records[step].number
-        moves.given = [seq.key for seq in beams]
-        self._append(moves, moves.num_bytes)
+        moves.given = keys(beams)
+        self._append(moves)
 
     def withdrawn(self, request: Request, step: EngineStep) -> None:
-        event = _Withdrawn(request.request_id, self._records[step].number)
-        self._append(event, event.num_bytes)
+        self._append(WithdrawalRecord(request.request_id, self._records[step].number))
 
     def finished(
         self, sequence: Sequence, reason: FinishReason, now_s: float, token_times_s: SequenceOf[float], is_last: bool
     ) -> None:
         self._running.discard(sequence.key)
-        request = self._open.pop(sequence.request.request_id) if is_last else None
+        request = None
+        if is_last:
+            request = self._open.pop(sequence.request.request_id)
+            request.end()
         step = self._ran.number if self._ran is not None and self._ran.ended_s is None else None
-        event = _Finished(sequence.key, now_s, reason, len(token_times_s), request, step)
-        self._append(event, event.num_bytes)
+        self._append(FinishRecord(sequence.key, now_s, reason, len(token_times_s), request, step))
 
     def last_steps(self, max_steps: int) -> list[StepRecord]:
         """Returns the records of the last ``max_steps`` steps, oldest first.
@@ -341,11 +195,16 @@ class Recorder(Observer):
         )
         ring, requests = (*self._early.values(), *self._ring), dict(self._open)
         # Later moves give beams other tokens; those of other sequences only become more.
-        searches = [request for request in requests.values() if request.has_beams and self.engine.prefix_caching]
-        beams = {seq: list(seq.token_ids) for request in searches for seq in request.made_sequences}
+        beams = {
+            name: list(token_ids)
+            for record in (requests.values() if self.engine.prefix_caching else ())
+            if record.request is not None and record.request.has_beams
+            for name, token_ids in record.sequences()
+        }
         return header, self._events(ring, requests, beams)
 
-    def _append(self, event: _RingEvent, num_bytes: int) -> None:
+    def _append(self, event: _RingEvent) -> None:
+        num_bytes = event.num_bytes
         self._ring.append(event)
         self._num_bytes += num_bytes
         self._bytes_seen += num_bytes
@@ -355,18 +214,19 @@ class Recorder(Observer):
             self._forget(self._ring.popleft())
 
     def _forget(self, event: _RingEvent) -> None:
-        if isinstance(event, Request):
-            self._num_bytes -= _arrival_bytes(event)
-            self._early[event.request_id] = event
-            return
         self._num_bytes -= event.num_bytes
-        if isinstance(event, StepRecord):
+        if isinstance(event, ArrivalRecord):
+            self._early[event.request_id] = event
+        elif isinstance(event, StepRecord):
             self._first_step = event.number + 1
-        elif isinstance(event, _Finished) and event.request is not None:
+        elif isinstance(event, FinishRecord) and event.request is not None:
             del self._early[event.key[0]]
 
     def _events(
-        self, ring: SequenceOf[_RingEvent], requests: dict[int, Request], beams: Mapping[Sequence, list[int]]
+        self,
+        ring: SequenceOf[_RingEvent],
+        requests: dict[int, ArrivalRecord],
+        beams: Mapping[str, SequenceOf[int]],
     ) -> Iterator[Event]:
         """Yields the events of ``ring``, given the open ``requests``, to which it adds those that have ended, and the
         tokens of their ``beams``.
@@ -375,66 +235,20 @@ class Recorder(Observer):
         for event in ring:
             if isinstance(event, StepRecord):
                 yield event.step()
-            elif isinstance(event, Request):
-                yield _arrival(event, numbers.of(event.prompt_ids) if self.engine.prefix_caching else ())
+            elif isinstance(event, ArrivalRecord):
+                yield event.arrival(numbers)
             elif isinstance(event, BeamMoves):
-                yield _beams(event, numbers)
+                yield event.beams(numbers)
             elif isinstance(event, SchedulerState):
                 yield event.snapshot(numbers.number)
-            elif isinstance(event, _Withdrawn):
-                yield Withdrawal(request=event.request_id, step=event.step)
+            elif isinstance(event, WithdrawalRecord):
+                yield event.withdrawal()
             else:
                 if event.request is not None:
                     requests[event.key[0]] = event.request
-                yield _finish(event)
+                yield event.finish()
         if self.engine.prefix_caching:
-            for seq in (seq for _, request in sorted(requests.items()) for seq in request.made_sequences):
-                if blocks := numbers.behind_prompt(beams.get(seq, seq.token_ids), seq.num_prompt_tokens):
-                    yield Blocks(sequence=seq.name, blocks=blocks)
-
-
-def _chunk(chunk: ScheduledTokens) -> tuple[_Key, int, int, int]:
-    return chunk.seq.key, chunk.start, chunk.num_tokens, len(chunk.drafts)
-
-
-def _name(key: _Key) -> str:
-    return f"{key[0]}.{key[1]}"
-
-
-def _arrival_bytes(request: Request) -> int:
-    """Returns about how much memory ``request`` takes from its arrival on."""
-    return 300 + _BYTES_PER_TOKEN * len(request.prompt_ids)
-
-
-def _arrival(request: Request, blocks: tuple[int, ...]) -> Arrival:
-    sampling = request.sampling
-    return Arrival(
-        clock_s=request.arrival_s,
-        request=request.request_id,
-        prompt_tokens=len(request.prompt_ids),
-        max_new_tokens=sampling.max_new_tokens,
-        n=sampling.n,
-        beam_width=sampling.beam_width,
-        priority=sampling.priority,
-        prompt_logprobs=sampling.prompt_logprobs is not None,
-        timeout_s=sampling.timeout_s,
-        blocks=blocks,
-    )
-
-
-def _beams(event: BeamMoves, numbers: BlockNumbers) -> Beams:
-    moves = [
-        BeamMove(_name(key), None if parent is None else _name(parent), numbers.behind_prompt(token_ids, num_prompt))
-        for key, parent, token_ids, num_prompt in event.moves
-    ]
-    return Beams(request=event.request_id, step=event.step, moves=tuple(moves), given=tuple(map(_name, event.given)))
-
-
-def _finish(event: _Finished) -> Finish:
-    return Finish(
-        clock_s=event.clock_s,
-        sequence=_name(event.key),
-        reason=event.reason,
-        num_tokens=event.num_tokens,
-        step=event.step,
-    )
+            for _, record in sorted(requests.items()):
+                for name, token_ids in record.sequences():
+                    if blocks := numbers.behind_prompt(beams.get(name, token_ids), record.num_prompt_tokens):
+                        yield Blocks(sequence=name, blocks=blocks)

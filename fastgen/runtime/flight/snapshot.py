@@ -45,7 +45,8 @@ class SchedulerState:
         self.num_opened, self.now_s = scheduler.place
         self.policy = scheduler.policy.learned
         self.kv: KVState = kv.state()
-        self.nodes = [] if kv.prefix_cache is None else [(node, node.block_ids) for node in kv.prefix_cache.nodes]
+        self.nodes = () if kv.prefix_cache is None else tuple(kv.prefix_cache.nodes)
+        self.block_ids = tuple([node.block_ids for node in self.nodes])
         self.decodes, self.prompts = tuple(running.decodes), tuple(running.prompts)
         self.free_slots, self.updates = running.free_slots, running.block_updates
         self.forked = tuple(scheduler.forks.forked)
@@ -67,7 +68,7 @@ class SchedulerState:
         numbers: dict[PrefixNode, int] = {}
         nodes = []
         urgencies = {each.seq: each.urgency for each in self.sequences}
-        for node, block_ids in self.nodes:  # parents come first
+        for node, block_ids in zip(self.nodes, self.block_ids, strict=True):  # parents come first
             assert node.parent is not None
             numbers[node] = number_of(numbers.get(node.parent, -1), tuple(node.token_ids))
             nodes.append(PrefixState(places.get(node.parent, 0), numbers[node], block_ids))

@@ -14,7 +14,7 @@ import msgspec
 
 if TYPE_CHECKING:
     from fastgen.runtime.engine import Engine
-    from fastgen.runtime.flight.recorder import StepRecord
+    from fastgen.runtime.flight.ring_events import StepRecord
     from fastgen.runtime.requests.request import Sequence
 
 MAX_STEPS = 120

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from fastgen.errors import RequestTooLargeError
 from fastgen.runtime.flight.recorder import Recorder
 from fastgen.runtime.flight.recording import Arrival, Blocks, Finish, Recording
 from fastgen.runtime.flight.replay import first_difference
+from fastgen.runtime.flight.ring_events import ArrivalRecord, FinishRecord, StepRecord
 from fastgen.runtime.requests.request import Request
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.step.step import Step as EngineStep
@@ -117,6 +119,24 @@ def test_nothing_is_kept_of_requests_that_left_the_ring() -> None:
         history.submit(3, max_new_tokens=2)
         history.finish()
     assert len(recorder.recording("m").arrivals) <= 3
+
+
+def test_the_garbage_collector_visits_one_object_of_each_step_and_of_each_ended_request() -> None:
+    history = random_history(random.Random(2))
+    history.live(60)
+    for _ in range(3):  # it stops to visit tuples of what it does not visit
+        gc.collect()
+    ring = history.engine.recorder._ring
+    records = [event for event in ring if isinstance(event, StepRecord | ArrivalRecord)]
+    assert {type(record) for record in records} == {StepRecord, ArrivalRecord}
+    for record in records:
+        if isinstance(record, StepRecord) or record.request is None:
+            held = {name: getattr(record, name) for name in type(record).__slots__}
+            assert [name for name, value in held.items() if gc.is_tracked(value)] == []
+    ended = [event.request for event in ring if isinstance(event, FinishRecord) and event.request is not None]
+    assert ended
+    assert [record.request for record in ended] == [None] * len(ended)
+    history.engine.cancel_all()
 
 
 def test_a_recording_can_be_taken_at_any_moment() -> None:
@@ -311,15 +331,15 @@ def test_the_last_steps_are_searched_among_eight_times_as_many_events() -> None:
 
 
 def test_the_ring_holds_as_many_steps_and_bytes_as_it_may() -> None:
-    """An arrival of 100 tokens is estimated at 4300 bytes."""
+    """An arrival of 100 tokens is estimated at 1000 bytes."""
     history = random_history(random.Random(1))
     recorder = bounded(history, max_steps=7)
     history.submit(3, max_new_tokens=20, ignore_eos=True)
     for _ in range(12):
         history.step()
     assert [step.step for step in recorder.recording("m").steps] == [5, 6, 7, 8, 9, 10, 11]
-    for max_bytes, num_kept in ((8600, 2), (8599, 1), (4300, 1), (10, 1)):
-        recorder = Recorder(recorder.engine, lambda: 0.0, max_bytes=max_bytes)
+    for max_bytes, num_kept in ((2000, 2), (1999, 1), (1000, 1), (10, 1)):
+        recorder = Recorder(replace(recorder.engine, prefix_caching=True), lambda: 0.0, max_bytes=max_bytes)
         for _ in range(4):
             recorder.arrived(new_request(100))
         assert len(recorder._ring) == num_kept
