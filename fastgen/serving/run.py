@@ -112,7 +112,7 @@ async def _run(
     async def begin() -> None:
         nonlocal serving
         listener.listen(BACKLOG)
-        serving = asyncio.create_task(http.serve(sockets=[listener]))
+        serving = asyncio.create_task(http.serve_at(listener))
         await by_grpc.start()
 
     closing = asyncio.create_task(close_slow(http.server_state, options.connections))

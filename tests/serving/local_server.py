@@ -102,7 +102,7 @@ async def serving(options: ServeOptions) -> AsyncIterator[Served]:
     app, metrics = Application(), ServerMetrics(lambda: True)
     listener = listen(options.host, options.port)
     http = HttpServer(app, options, metrics)
-    tasks = [asyncio.create_task(http.serve(sockets=[listener]))]
+    tasks = [asyncio.create_task(http.serve_at(listener))]
     tasks.append(asyncio.create_task(close_slow(http.server_state, options.connections)))
     try:
         while not http.started:

@@ -26,7 +26,7 @@ class Parts:
         self.http = SimpleNamespace(
             should_exit=False,
             server_state=SimpleNamespace(connections=[]),
-            serve=self._serve,
+            serve_at=self._serve,
             leave=lambda: self.calls.append("HTTP leaves"),
         )
         grpc = SimpleNamespace(
@@ -80,7 +80,7 @@ class Parts:
         await asyncio.Event().wait()
         return ""
 
-    async def _serve(self, sockets: list[Any]) -> None:
+    async def _serve(self, listener: Any) -> None:
         while not self.http.should_exit:
             await asyncio.sleep(0.001)
 

@@ -535,7 +535,7 @@ def test_a_client_that_goes_with_requests_still_queued_on_its_connection_ends_th
         options = ServeOptions(port=0)
         listener = listen(options.host, options.port)
         http = HttpServer(app, options, ServerMetrics(lambda: True))
-        serving = asyncio.create_task(http.serve(sockets=[listener]))
+        serving = asyncio.create_task(http.serve_at(listener))
         async with asyncio.timeout(WAIT_S):
             _, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
             writer.write(post("/one", b"") + post("/two", b""))
@@ -546,3 +546,19 @@ def test_a_client_that_goes_with_requests_still_queued_on_its_connection_ends_th
             await serving
 
     on_uvloop(run())
+
+
+def test_connections_that_wait_are_accepted_many_at_a_time() -> None:
+    num_clients = 160
+
+    async def test(server: Served) -> None:
+        clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(num_clients)]
+        num_turns = 0
+        while len(server.http.server_state.connections) < num_clients:
+            await asyncio.sleep(0)
+            num_turns += 1
+        for client in clients:
+            client.close()
+        assert num_turns <= 15
+
+    check(test)

@@ -24,6 +24,8 @@ from fastgen.serving.options import ServeOptions
 FLUSH_S = 5.0
 # Connections that the kernel keeps until they are accepted.
 BACKLOG = 2048
+# How many connections are accepted in one turn of the event loop.
+ACCEPTED_AT_ONCE = 16
 _CLOSE = (b"connection", b"close")
 
 
@@ -36,6 +38,16 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: ServerMetrics):
         super().__init__(_config(app, options, metrics))
         metrics.connections.set_function(lambda: len(self.server_state.connections))
+
+    async def serve_at(self, listener: socket.socket) -> None:
+        """Serves the clients that connect to ``listener`` until ``should_exit`` is set, and closes it.
+
+        The event loop accepts one connection for each of its sockets in one turn. So it listens at several copies of
+        ``listener``: a turn takes long where much is received, and a flood of connections would delay others by as many
+        turns.
+        """
+        copies = [listener.dup() for _ in range(ACCEPTED_AT_ONCE - 1)]
+        await self.serve(sockets=[listener, *copies])
 
     def leave(self) -> None:
         """Accepts no more connections, and lets the open ones end, so that clients connect to the server that replaces
