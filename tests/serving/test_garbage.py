@@ -18,7 +18,7 @@ def test_garbage_is_collected_rarely_and_not_what_was_there_before(monkeypatch: 
 
     def fail() -> None:
         with rarely_collected():
-            assert called == ["freeze", (5000, 10, 400)]
+            assert called == ["freeze", (5000, 10, 40)]
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

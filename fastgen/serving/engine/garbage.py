@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # Thresholds of the three generations; Python's defaults are 700, 10, 10. A collection looks at 5000 new objects, which
-# takes about a millisecond, or at 50,000. All are looked at after 20 million at the earliest.
-_THRESHOLDS = (5000, 10, 400)
+# takes some milliseconds, or at 50,000. All are looked at after 2 million at the earliest.
+_THRESHOLDS = (5000, 10, 40)
 
 
 @contextmanager
