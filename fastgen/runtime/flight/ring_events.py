@@ -41,6 +41,11 @@ _NUM_IN_UPDATE = 4
 _BYTES_PER_TOKEN = 4
 
 
+# An arrival's time, request, prompt tokens, largest number of new tokens, completions, beam width, priority, whether it
+# asks for log-probabilities of the prompt, and its time limit.
+_Sizes = tuple[float, int, int, int, int, int, int, bool, float | None]
+
+
 class StepRecord:
     """The record of one step. Its times and tokens are filled in as they become known."""
 
@@ -144,33 +149,31 @@ class ArrivalRecord:
     __slots__ = ("_keeps_tokens", "_prompt", "_sizes", "_written", "request")
 
     def __init__(self, request: Request, *, keeps_tokens: bool):
-        # ``None`` once the request has ended.
+        # ``None`` once the request has ended; what follows is set then.
         self.request: Request | None = request
         self._keeps_tokens = keeps_tokens
-        sampling = request.sampling
-        self._sizes = (
-            request.arrival_s,
-            request.request_id,
-            len(request.prompt_ids),
-            sampling.max_new_tokens,
-            sampling.n,
-            sampling.beam_width,
-            sampling.priority,
-            sampling.prompt_logprobs is not None,
-            sampling.timeout_s,
-        )
+        self._sizes: _Sizes
         self._prompt = b""
         # What each sequence that was made has after the prompt.
         self._written: tuple[bytes, ...] = ()
 
     @property
+    def sizes(self) -> _Sizes:
+        request = self.request
+        return self._sizes if request is None else _sizes(request)
+
+    @property
     def request_id(self) -> int:
-        return self._sizes[1]
+        return self.sizes[1]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.sizes[2]
 
     @property
     def num_bytes(self) -> int:
         """Returns about how much memory it takes, beside what the sequences have after the prompt."""
-        return 600 + _BYTES_PER_TOKEN * self._sizes[2] * self._keeps_tokens
+        return 600 + _BYTES_PER_TOKEN * self.num_prompt_tokens * self._keeps_tokens
 
     @property
     def num_written_bytes(self) -> int:
@@ -181,15 +184,16 @@ class ArrivalRecord:
         """Drops the request, which has ended. Another thread may be making events meanwhile."""
         request = self.request
         assert request is not None
+        self._sizes = _sizes(request)
         if self._keeps_tokens:
             num_prompt = len(request.prompt_ids)
             self._prompt = _packed(request.prompt_ids)
             self._written = tuple([_packed(seq.token_ids[num_prompt:]) for seq in request.made_sequences])
-        self.request = None  # last, since whoever finds no request reads the packed tokens
+        self.request = None  # last, since whoever finds no request reads the rest
 
     def arrival(self, numbers: BlockNumbers) -> Arrival:
         """Returns the event in a recording whose blocks have ``numbers``."""
-        clock_s, request_id, prompt_tokens, max_new_tokens, n, beam_width, priority, logprobs, timeout_s = self._sizes
+        clock_s, request_id, prompt_tokens, max_new_tokens, n, beam_width, priority, logprobs, timeout_s = self.sizes
         return Arrival(
             clock_s=clock_s,
             request=request_id,
@@ -212,10 +216,6 @@ class ArrivalRecord:
         prompt = _unpacked(self._prompt)
         written = enumerate(self._written)
         return [(_name((self.request_id, index)), prompt + _unpacked(tokens)) for index, tokens in written]
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self._sizes[2]
 
     def _prompt_ids(self) -> SequenceOf[int]:
         request = self.request
@@ -296,6 +296,21 @@ class BeamMoves:
 def keys(sequences: Iterable[Sequence]) -> tuple[Key, ...]:
     """Returns the keys of ``sequences``."""
     return tuple([seq.key for seq in sequences])
+
+
+def _sizes(request: Request) -> _Sizes:
+    sampling = request.sampling
+    return (
+        request.arrival_s,
+        request.request_id,
+        len(request.prompt_ids),
+        sampling.max_new_tokens,
+        sampling.n,
+        sampling.beam_width,
+        sampling.priority,
+        sampling.prompt_logprobs is not None,
+        sampling.timeout_s,
+    )
 
 
 def _chunk(chunk: ScheduledTokens) -> tuple[Key, int, int, int]:

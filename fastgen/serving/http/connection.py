@@ -236,6 +236,7 @@ class LimitedConnection(HttpToolsProtocol):
     def _close_after_answers(self) -> None:
         """Takes no more requests. The connection is closed after the answer to the last one taken."""
         self._is_full = True
+        self._head_since_s = None  # the head of a request that is not taken does not become late
         self.cycle.keep_alive = False
         self._on_refused("pipelined")
 
