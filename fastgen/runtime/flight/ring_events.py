@@ -153,9 +153,9 @@ class ArrivalRecord:
         self.request: Request | None = request
         self._keeps_tokens = keeps_tokens
         self._sizes: _Sizes
-        self._prompt = b""
-        # What each sequence that was made has after the prompt.
-        self._written: tuple[bytes, ...] = ()
+        # The prompt's tokens, and those that each sequence that was made has after it; none if they are not kept.
+        self._prompt: bytes
+        self._written: tuple[bytes, ...]
 
     @property
     def sizes(self) -> _Sizes:
@@ -168,7 +168,8 @@ class ArrivalRecord:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return self.sizes[2]
+        request = self.request
+        return self._sizes[2] if request is None else len(request.prompt_ids)
 
     @property
     def num_bytes(self) -> int:
@@ -185,10 +186,9 @@ class ArrivalRecord:
         request = self.request
         assert request is not None
         self._sizes = _sizes(request)
-        if self._keeps_tokens:
-            num_prompt = len(request.prompt_ids)
-            self._prompt = _packed(request.prompt_ids)
-            self._written = tuple([_packed(seq.token_ids[num_prompt:]) for seq in request.made_sequences])
+        prompt_ids, sequences = (request.prompt_ids, request.made_sequences) if self._keeps_tokens else ((), ())
+        self._prompt = _packed(prompt_ids)
+        self._written = tuple([_packed(seq.token_ids[len(prompt_ids) :]) for seq in sequences])
         self.request = None  # last, since whoever finds no request reads the rest
 
     def arrival(self, numbers: BlockNumbers) -> Arrival:
