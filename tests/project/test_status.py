@@ -147,6 +147,7 @@ def test_token_gaps_are_medians_over_rounds_of_the_newest_measurements(tmp_path:
     shutil.copytree(RESULTS, tmp_path, dirs_exist_ok=True)
     gaps = newest(RESULTS, "token_gaps")
     free, bounded = gaps["runs"][:2]
+    bounded["itl_target_ms"] = 40.0
     shares = (0.9, 1.25, 0.8)
     runs = [each for share in shares for each in (free, bounded | {"p99_ms": 40 * share, "p99_of_target": share})]
     measured = gaps | {"date": "2999-01-02", "commit": "abc1234", "runs": runs}
