@@ -39,8 +39,6 @@ Key = tuple[int, int]
 _PACKED: Final = "i"
 _NUM_IN_UPDATE = 4
 _BYTES_PER_TOKEN = 4
-
-
 # An arrival's time, request, prompt tokens, largest number of new tokens, completions, beam width, priority, whether it
 # asks for log-probabilities of the prompt, and its time limit.
 _Sizes = tuple[float, int, int, int, int, int, int, bool, float | None]
@@ -189,7 +187,7 @@ class ArrivalRecord:
         prompt_ids, sequences = (request.prompt_ids, request.made_sequences) if self._keeps_tokens else ((), ())
         self._prompt = _packed(prompt_ids)
         self._written = tuple([_packed(seq.token_ids[len(prompt_ids) :]) for seq in sequences])
-        self.request = None  # last, since whoever finds no request reads the rest
+        self.request = None  # last: a thread that finds no request reads the packed tokens
 
     def arrival(self, numbers: BlockNumbers) -> Arrival:
         """Returns the event in a recording whose blocks have ``numbers``."""
