@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 
 import pytest
 
 from fastgen.serving.api_keys import ApiKeys
+from fastgen.serving.http.connection import LimitedConnection
 from fastgen.serving.http.guard import Guard
 from fastgen.serving.options import ConnectionLimits, ServeOptions
 from tests.serving.local_server import Served, check, error_of, post
+from tests.serving.loop_turns import LoopTurns
 
 KEYS = ApiKeys(("right",))
 MOST = 100_000
@@ -85,6 +88,70 @@ def test_bodies_are_bounded_together_and_small_ones_are_always_taken() -> None:
         assert (await server.ask(post("/echo", body)))[2] == body
 
     check(test, max_body_bytes=MOST)
+
+
+def test_few_large_bodies_are_received_in_one_turn_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All others wait for the end of a turn: in each there are pieces of eight bodies."""
+    num_clients, most_of_a_piece = 40, 256 << 10
+    body = bytes(1 << 20)
+    received: Counter[int] = Counter()
+    inner = LimitedConnection.data_received
+    begun: list[int] = []  # in which turns
+
+    async def test(server: Served) -> None:
+        loop_turns = LoopTurns()
+
+        def count(connection: LimitedConnection, data: bytes) -> None:
+            if connection.cycle is None:
+                begun.append(loop_turns.number)
+            elif len(begun) == num_clients and begun[-1] < loop_turns.number:
+                received[loop_turns.number] += len(data)
+            inner(connection, data)
+
+        monkeypatch.setattr(LimitedConnection, "data_received", count)
+        clients = [await server.connect() for _ in range(num_clients)]
+        for client in clients:
+            client.writer.write(post("/echo", body))
+        for client in clients:
+            assert (await client.response())[2] == body
+            client.writer.close()
+        loop_turns.stop()
+        assert sum(received.values()) > num_clients * len(body) / 2
+        assert max(received.values()) <= 8 * most_of_a_piece
+
+    check(test)
+
+
+def test_bodies_that_take_long_to_parse_are_given_on_one_by_one() -> None:
+    """Small ones are not held up by them."""
+
+    class Handled(list[bytes]):
+        """The bodies that the application has, and in which turn of the loop it got each."""
+
+        def __init__(self, loop_turns: LoopTurns):
+            super().__init__()
+            self._loop_turns, self.turns = loop_turns, Counter[int]()
+
+        def append(self, body: bytes) -> None:
+            super().append(body)
+            if len(body) > 16 << 10:
+                self.turns[self._loop_turns.number] += 1
+
+    async def test(server: Served) -> None:
+        loop_turns = LoopTurns()
+        server.app.bodies = handled = Handled(loop_turns)
+        clients = [await server.connect() for _ in range(20)]
+        for client in clients:
+            client.writer.write(post("/echo", bytes(17 << 10)))
+        assert (await server.ask(post("/echo", b"small")))[2] == b"small"
+        for client in clients:
+            assert (await client.response())[0] == 200
+            client.writer.close()
+        loop_turns.stop()
+        assert handled.turns.total() == 20
+        assert set(handled.turns.values()) == {1}
+
+    check(test)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 
@@ -128,6 +129,30 @@ VALUES = st.recursive(
     ),
     max_leaves=20,
 )
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.parametrize("text", [b"[" + b"[]," * 80_000 + b"1]", b"[" + b"[]," * 100_000 + b"1]", b"[" + b"[]," * 9])
+def test_the_garbage_collector_is_off_while_a_text_is_parsed(text: bytes, is_enabled: bool) -> None:
+    num_collections = 0
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        nonlocal num_collections
+        num_collections += phase == "start"
+
+    gc.collect()
+    try:
+        (gc.enable if is_enabled else gc.disable)()
+        gc.callbacks.append(count)
+        try:
+            parse_json(text)
+        except json.JSONDecodeError:
+            assert len(text) < 100
+        gc.callbacks.remove(count)
+        assert num_collections <= 1, "once, afterwards"
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()
 
 
 @given(VALUES, st.integers(1, 7))

@@ -13,7 +13,7 @@ MAX_OPEN_BODY_BYTES = 4 << 10
 MAX_LARGEST_BODIES = 16
 # The first bytes of each body, which do not count. So large bodies, whose clients may send them as slowly as they like,
 # leave room for ordinary requests.
-_FREE_BYTES = 64 << 10
+FREE_BYTES = 64 << 10
 
 
 def max_bytes(limits: ConnectionLimits) -> int:
@@ -58,7 +58,7 @@ class CountedBody:
         """Counts the bytes of a body that has ``num_bytes`` by now. Raises ``OverloadedError`` if all bodies together
         have too many.
         """
-        num_more = num_bytes - _FREE_BYTES - self._num_counted
+        num_more = num_bytes - FREE_BYTES - self._num_counted
         if num_more > 0:
             self._bodies.add(num_more)
             self._num_counted += num_more

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastgen.serving.admission.bodies import Bodies
 from fastgen.serving.admission.json_limits import FREE_BYTES, check_json_size
+from fastgen.serving.admission.turns import Turns
 from fastgen.serving.api_keys import bearer
 from fastgen.serving.http.bodies import Body
 from fastgen.serving.http.errors import CLIENT_LEFT, error_response
@@ -37,6 +38,11 @@ from fastgen.serving.refusals import (
 # key itself, and paths that accept another token too.
 OPEN_PATHS = ("/", "/health", "/ready", "/-/healthz", "/ping", "/version", "/terminate")
 OPEN_FOLDER = "/page/"
+# How many large bodies the event loop receives a piece of in one of its turns. Each takes up to half a millisecond.
+_RECEIVED_AT_ONCE = 8
+# How many bodies it parses in one turn, of those that are not surely parsed within a millisecond or two.
+_PARSED_AT_ONCE = 1
+_QUICKLY_PARSED_BYTES = 16 << 10
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
 _log = logging.getLogger("fastgen.serving.requests")
 
@@ -52,6 +58,7 @@ class Guard:
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: ServerMetrics):
         self._app, self._options, self._metrics = app, options, metrics
         self._hosts, self._bodies = Hosts(options), Bodies(options.connections)
+        self._receiving, self._parsing = Turns(_RECEIVED_AT_ONCE), Turns(_PARSED_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -75,7 +82,7 @@ class Guard:
             await send(message)
 
         is_open = _is_open(scope["path"])
-        with Body(self._bodies, is_open=is_open) as body:
+        with Body(self._bodies, self._receiving, is_open=is_open) as body:
             try:
                 self._hosts.check(headers.get("host"))
                 if not is_open:
@@ -86,6 +93,8 @@ class Guard:
                     return
                 if len(body.content) > FREE_BYTES:
                     await asyncio.to_thread(check_json_size, body.content)
+                if len(body.content) > _QUICKLY_PARSED_BYTES:
+                    await self._parsing.wait()
                 scope["state"]["arrived_s"] = time.monotonic()
                 await self._app(scope, _whole(body.content, receive), named_send)
             except RefusedError as error:

@@ -138,8 +138,7 @@ def resident_bytes(pid: int, command_above: bytes = b"") -> int:
         return 0
     if command == command_above:
         return 0
-    own = next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS:")), 0)
-    return own + sum(resident_bytes(child, command) for child in below)
+    return (_resident(status) or 0) + sum(resident_bytes(child, command) for child in below)
 
 
 def resident_by_module(pid: int) -> dict[str, list[int]]:
@@ -148,9 +147,16 @@ def resident_by_module(pid: int) -> dict[str, list[int]]:
     for each in (pid, *started_by(pid)):
         words = Path(f"/proc/{each}/cmdline").read_bytes().decode().split("\0")
         name = words[words.index("-m") + 1] if "-m" in words else words[0]
-        (line,) = [line for line in Path(f"/proc/{each}/status").read_text().splitlines() if line.startswith("VmRSS:")]
-        found.setdefault(name, []).append(int(line.split()[1]) << 10)
+        if (own := _resident(Path(f"/proc/{each}/status").read_text())) is not None:
+            found.setdefault(name, []).append(own)
     return found
+
+
+def _resident(status: str) -> int | None:
+    """Returns the resident memory that ``/proc/PID/status`` shows, ``None`` for a process that has ended and whose
+    parent has not asked for its exit status yet.
+    """
+    return next((int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmRSS:")), None)
 
 
 def started_by(pid: int) -> list[int]:
