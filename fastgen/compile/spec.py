@@ -35,6 +35,9 @@ DTYPES = {
 _SCALARS = {"triton": ("i32", "fp32"), "cpp": ("i32", "i64", "fp32")}
 _TARGETS = get_args(Target)
 _MAX_NAME = 120
+# Most registers of a thread on NVIDIA's GPUs. Without a limit their assembler chooses one that leaves room for more
+# programs, and may spill some registers for that.
+MAX_REGISTERS = 255
 
 
 @lru_cache(maxsize=1024)  # a model has hundreds of specs, and they share few keys

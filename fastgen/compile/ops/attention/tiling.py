@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from fastgen.compile.ops.attention.shape import AttentionShape
-from fastgen.compile.spec import power_of_2
+from fastgen.compile.spec import MAX_REGISTERS, power_of_2
 from fastgen.errors import InvalidArgumentError
 from fastgen.version import installed_version
-
-MAX_REGISTERS = 255  # of a thread on NVIDIA's GPUs
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fastgen.compile.build.builder import Kernel
 from fastgen.compile.ops.attention.shape import AttentionShape
-from fastgen.compile.ops.attention.tiling import MAX_REGISTERS, Tiling, chunk_tiling, decode_tiling
+from fastgen.compile.ops.attention.tiling import Tiling, chunk_tiling, decode_tiling
 from fastgen.compile.ops.overlap import overlapped
-from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
+from fastgen.compile.spec import MAX_REGISTERS, Argument, KernelSpec, Value, power_of_2
 
 # A sequence with at most this many new tokens is a decode (a token and its drafts), one with more is a chunk.
 MAX_DECODE_QUERIES = 8

@@ -19,7 +19,7 @@ from fastgen.compile.build.builder import Kernel
 from fastgen.compile.capture.recording import library_call
 from fastgen.compile.ops.linear.finish import NO_FINISH, AddAndNorm, Finish
 from fastgen.compile.ops.linear.tiling import MAX_ROWS, FewRowShape, SplitK, row_tile
-from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
+from fastgen.compile.spec import MAX_REGISTERS, Argument, KernelSpec, Value, power_of_2
 from fastgen.compile.weights.formats import GROUP, WeightOnlyFormat
 from fastgen.compile.weights.quantized import CODES, SCALES, QuantizedWeight
 
@@ -93,6 +93,8 @@ def few_row_specs(
         arguments.append(Argument("scale", SCALES[shape.weight], "in"))
     arguments += [*bias, *ending] if is_whole else [Argument("out", "fp32", "out")]
     options: dict[str, Value] = {"num_warps": split.num_warps, "num_stages": split.num_stages}
+    if is_whole and row_tile(num_rows) == MAX_ROWS and out_dtype == "fp32":
+        options["maxnreg"] = MAX_REGISTERS  # a multiprocessor holds two programs anyway
     main = KernelSpec(
         "few_row_linear", "triton", parameters | following, (*arguments, rows), options, needed_by=needed_by
     )

@@ -24,15 +24,12 @@ from torch import Tensor
 from fastgen.compile.build.builder import Kernel
 from fastgen.compile.host.device import to_device
 from fastgen.compile.ops.sampling.reference import RowStatus
-from fastgen.compile.spec import Argument, KernelSpec, Value, power_of_2
+from fastgen.compile.spec import MAX_REGISTERS, Argument, KernelSpec, Value, power_of_2
 
 REALS = ("temperature", "tail_p", "min_p", "repetition", "presence", "frequency")
 INTEGERS = ("top_k", "sequence_index", "adjusts", "logprobs")
 _FP32 = torch.finfo(torch.float32)
 _BINS = 256  # of a pass over a row's list
-# Of a thread that chooses, the most that NVIDIA's have. Without a limit the assembler of Triton 3.6 makes room for more
-# programs, and spills some; there is one program a row.
-_MOST_REGISTERS = 255
 _PENALISED, _MASKED, _BIASED = 1, 2, 4  # bits of `adjusts`
 
 
@@ -156,7 +153,7 @@ def sampling_specs(
             _read(("list_counts", "i32"), *raw_parts),
             _written(("bin_counts", "i32"), ("bin_masses", "i64")),
             _written(*adjustments[:penalties], ("token_ids", "i32"), ("sampled_ids", "i32"), *results),
-            maxnreg=_MOST_REGISTERS,
+            maxnreg=MAX_REGISTERS,  # there is one program a row
         ),
     )
 
