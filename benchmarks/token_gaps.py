@@ -3,7 +3,8 @@
 ``python -m benchmarks.token_gaps [--model MODEL] [--rounds N] [--output FILE]`` runs streams on a real model; then a
 prompt arrives. Each run records the gaps of the streams before the prompt and while it was computed, and how long that
 took. In a round each target has one run, and so has an engine without one, so that a change of the machine's speed
-affects all. The text does not matter: by default the model has random weights and takes prompts of 60,000 tokens.
+affects all. What other virtual machines took of the processor meanwhile is recorded, too. The text does not matter: by
+default the model has random weights and takes prompts of 60,000 tokens.
 """
 
 from __future__ import annotations
@@ -32,6 +33,17 @@ WARM_UP_TOKENS = 60
 
 def percentile(values: list[float], share: float) -> float:
     return statistics.quantiles(values, n=1000, method="inclusive")[round(1000 * share) - 1]
+
+
+def stolen_s() -> float | None:
+    """Returns the processor time that other virtual machines have taken from this one, summed over its cores, or
+    ``None`` where the system does not report it.
+    """
+    try:
+        times = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    except OSError:
+        return None
+    return int(times[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def make_model(directory: Path) -> Path:
@@ -70,10 +82,12 @@ def run(
         streams = [llm.stream(prompt(32), max_new_tokens=limit - 32, ignore_eos=True) for _ in range(num_streams)]
         for _ in range(WARM_UP_TOKENS):  # the others run along
             next(streams[0])
+        stolen_before_s = stolen_s()
         came_s = time.perf_counter()
         long = llm.stream(prompt(num_prompt), max_new_tokens=1, ignore_eos=True)
         next(long)
         done_s = time.perf_counter()
+        stolen_after_s = stolen_s()
         next(streams[0])
         before, during = [], []
         for stream in streams:
@@ -90,6 +104,7 @@ def run(
             "num_streams": num_streams,
             "prompt_tokens": num_prompt,
             "prompt_s": round(done_s - came_s, 3),
+            "stolen_s": None if stolen_before_s is None else round((stolen_after_s or 0.0) - stolen_before_s, 2),
             "p50_before_ms": round(percentile(before, 0.5), 3),
             "p99_before_ms": round(percentile(before, 0.99), 3),
             "p50_ms": round(percentile(during, 0.5), 3),

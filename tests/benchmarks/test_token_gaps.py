@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ def test_a_prompt_is_computed_beside_streams_under_a_bound(tmp_path: Path) -> No
     assert figures["prompt_tokens"] == 90
     # With 3 decodes a step of 16 tokens has places for 13 of the prompt, and one of 4, the smallest, for a single one.
     assert 3 * 7 <= figures["num_gaps"] <= 3 * 92
+    assert figures["stolen_s"] is None or 0 <= figures["stolen_s"] <= figures["prompt_s"] * (os.cpu_count() or 1) + 0.1
     assert figures["p50_ms"] <= figures["p99_ms"] <= figures["max_ms"]
 
 
