@@ -24,12 +24,15 @@ WAIT_S = 20.0
 
 @dataclass
 class Application:
-    """``/echo`` returns the body, ``/endless`` sends as much as the client reads, ``/never`` sends nothing."""
+    """``/echo`` returns the body, ``/later`` too once it is let go, ``/endless`` sends as much as the client reads,
+    ``/never`` sends nothing.
+    """
 
     bodies: list[bytes] = field(default_factory=list)
     num_sent: int = 0
     # Set when the client of ``/endless`` or ``/never`` has gone.
     gone: asyncio.Event = field(default_factory=asyncio.Event)
+    let_go: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = (await receive())["body"]
@@ -38,6 +41,8 @@ class Application:
         try:
             if scope["path"] == "/never":
                 await leaving
+            if scope["path"] == "/later":
+                await self.let_go.wait()
             headers = [(b"content-type", b"text/plain")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             while scope["path"] == "/endless" and not self.gone.is_set():

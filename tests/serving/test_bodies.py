@@ -154,6 +154,28 @@ def test_bodies_that_take_long_to_parse_are_given_on_one_by_one() -> None:
     check(test)
 
 
+@pytest.mark.parametrize("is_large", [True, False])
+def test_a_body_that_is_not_here_when_the_server_ends_is_refused_at_once(is_large: bool) -> None:
+    """The request has not run, so it may be sent again."""
+
+    async def test(server: Served) -> None:
+        body = bytes(500_000 if is_large else 500)
+        clients = [await server.connect() for _ in range(12)]
+        for client in clients:
+            client.writer.write(post("/echo", body)[: -len(body) // 2])
+        await asyncio.sleep(0.2)
+        server.http.should_exit = True
+        for client in clients:
+            status, headers, refusal = await client.response()
+            assert (status, headers["retry-after"], headers["connection"]) == (503, "5", "close")
+            assert "the server is ending" in error_of(refusal)
+            assert await client.reader.read() == b""
+        assert refused(server) == {"unavailable": "12.0"}
+        await server.until_closed()
+
+    check(test, body_timeout_s=600)
+
+
 @pytest.mark.parametrize(
     ("encoding", "status"),
     [("gzip", 415), ("br", 415), ("identity, gzip", 415), ("x", 415), ("identity", 200), ("Identity ", 200)],

@@ -228,19 +228,108 @@ def test_line_ends_between_requests_do_not_keep_a_connection() -> None:
     check(test, keep_alive_s=0.2)
 
 
-@pytest.mark.parametrize(
-    "behind", [b"no HTTP\r\n\r\n", post("/echo", b"") + b"no HTTP", post("/echo", b"", "x: " + "a" * 70_000)]
-)
-def test_what_is_wrong_behind_a_request_is_not_said_in_the_middle_of_its_answer(behind: bytes) -> None:
+CHUNKED = post("/echo", b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
+WRONG = {
+    "no HTTP": b"no HTTP\r\n\r\n",
+    "many fields": post("/echo", b"", *["x: y"] * 300),
+    "a large field": post("/echo", b"", "x: " + "a" * 70_000),
+    "no host": b"GET /health HTTP/1.1\r\n\r\n",
+    "a path that is none": b"GET http:// HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "no end": b"GET /hea",
+}
+
+
+@pytest.mark.parametrize("num_pipelined", [0, 2])
+@pytest.mark.parametrize("has_begun", [True, False], ids=["begun", "not begun"])
+@pytest.mark.parametrize("behind", WRONG.values(), ids=WRONG)
+def test_requests_before_one_that_is_wrong_are_answered_and_it_is_not(
+    behind: bytes, has_begun: bool, num_pipelined: int
+) -> None:
     async def test(server: Served) -> None:
         client = await server.connect()
-        client.writer.write(post("/endless", b""))
-        await client.reader.readuntil(b"\r\n\r\n")
+        sent = post("/endless" if has_begun else "/later", b"") + num_pipelined * post("/echo", b"abc")
+        client.writer.write(sent)
+        if has_begun:
+            head = await client.reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 ")
         client.writer.write(behind)
-        client.writer.write_eof()
-        assert b"HTTP" not in await client.reader.read()
-        server.app.gone.set()  # it is told of the last request only, not of the one that it answers
+        await asyncio.sleep(0.6)  # longer than the time for a head
+        server.app.gone.set()
+        server.app.let_go.set()
+        if not has_begun:
+            assert (await client.response())[0] == 200
+        else:
+            while size := int(await client.reader.readline(), 16):
+                assert await client.reader.readexactly(size + 2) == bytes(size) + b"\r\n"
+            await client.reader.readline()
+        for _ in range(num_pipelined):
+            assert (await client.response())[2] == b"abc"
+        assert await client.reader.read() == b""
         await server.until_closed()
+        counts = re.findall(r"^fastgen_refused_total.* ([1-9].*)$", server.metrics.text().decode(), re.M)
+        assert counts == ["1.0"]
+
+    check(test, header_timeout_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (b"GET /health\xc3\xa9 HTTP/1.1\r\nhost: localhost\r\n\r\n", "url"),
+        (b"CONNECT a:1 HTTP/1.1\r\nhost: localhost\r\n\r\n", "url"),
+        (post("/echo", b"abc", "content-length: 4"), "Duplicate Content-Length"),
+        (post("/echo", b"abc", "transfer-encoding: chunked"), "Transfer-Encoding"),
+        (CHUNKED + b"fffffffffffffffffff\r\n", "Chunk size overflow"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_the_reason(request_: bytes, reason: str) -> None:
+    async def test(server: Served) -> None:
+        status, headers, body = await server.ask(request_)
+        assert (status, headers["connection"]) == (400, "close")
+        assert reason in error_of(body)
+
+    check(test)
+
+
+@pytest.mark.parametrize(("num_chunks", "num_large"), [(4160, 0), (4161, 0), (5000, 1000)])
+def test_a_body_may_have_4096_small_chunks_and_one_for_64_bytes(num_chunks: int, num_large: int) -> None:
+    large, small = b"3e8\r\n" + bytes(1000) + b"\r\n", b"1\r\nx\r\n"
+
+    async def test(server: Served) -> None:
+        chunks = num_large * large + (num_chunks - num_large) * small
+        status, _, body = await server.ask(CHUNKED + chunks + b"0\r\n\r\n")
+        if num_chunks > 4160 and not num_large:
+            assert status == 400
+            assert "send larger ones" in error_of(body)
+        else:
+            assert status == 200
+            assert body == bytes(1000 * num_large) + b"x" * (num_chunks - num_large)
+
+    check(test)
+
+
+def test_small_chunks_behind_many_requests_take_no_longer_than_behind_one() -> None:
+    """What waits for its turn is counted as it comes, and not added up for each chunk."""
+    num_read = 0
+
+    class Watched(bytearray):
+        def __len__(self) -> int:
+            nonlocal num_read
+            num_read += 1
+            return super().__len__()
+
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        client.writer.write(post("/never", b"") + 50 * post("/echo", b"abc") + CHUNKED)
+        await asyncio.sleep(0.1)
+        (connection,) = server.http.server_state.connections
+        assert isinstance(connection, LimitedConnection)
+        assert len(connection.pipeline) == 51
+        for cycle, _ in connection.pipeline:
+            cycle.body = Watched(cycle.body)
+        connection.data_received(1000 * b"1\r\nx\r\n")
+        assert num_read <= 3 * 1000
+        client.writer.close()
 
     check(test)
 

@@ -58,7 +58,8 @@ class Played(LimitedConnection):
     def __init__(self, limits: ConnectionLimits):
         self.refused: list[Refusal] = []
         self.played = Transport()
-        config = uvicorn.Config(Application(), lifespan="off", log_config=None)
+        self.application = Application()
+        config = uvicorn.Config(self.application, lifespan="off", log_config=None)
         super().__init__(limits, self.refused.append, config, ServerState(), {})
         self.connection_made(self.played)
 
@@ -189,6 +190,29 @@ def test_a_head_has_its_time_to_the_end(monkeypatch: pytest.MonkeyPatch, sent: b
             assert connection.played.is_closed
             assert connection.played.written.startswith(status)
             assert connection.refused == (["head_time"] if status else [])
+
+    on_uvloop(run())
+
+
+def test_a_head_is_not_late_while_the_server_reads_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stops where large bodies wait for the answers before theirs."""
+    now_s = NOW_S
+    monkeypatch.setattr("fastgen.serving.http.connection.time.monotonic", lambda: now_s)
+
+    async def run() -> None:
+        nonlocal now_s
+        async with connected(header_timeout_s=10) as connection:
+            connection.data_received(post("/later", b"") + post("/echo", bytes(70_000)) + b"GET /ne")
+            for _ in range(5):
+                now_s += 8
+                connection.close_if_slow(now_s)
+            connection.application.let_go.set()
+            while connection.flow.read_paused:
+                await asyncio.sleep(0)
+            connection.close_if_slow(now_s + 10)
+            assert connection.refused == []
+            connection.close_if_slow(now_s + 10.5)
+            assert connection.refused == ["head_time"]
 
     on_uvloop(run())
 

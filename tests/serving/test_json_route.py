@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 from typing import Any
 
 import httpx2
@@ -36,6 +38,19 @@ def a_router(route_class: type[JsonRoute]) -> APIRouter:
         return body
 
     return router
+
+
+def test_no_garbage_is_collected_while_a_body_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    was_enabled: list[bool] = []
+
+    def parse(text: bytes) -> Any:
+        was_enabled.append(gc.isenabled())
+        return json.loads(text)
+
+    monkeypatch.setattr("fastgen.serving.http.json_route.parse_json", parse)
+    assert posted(a_router(JsonRoute), "application/json").json() == {"a": 1}
+    assert was_enabled == [False]
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("content_type", [None, "", "text/plain", "application/x-www-form-urlencoded"])

@@ -384,6 +384,7 @@ def test_paths_and_methods_that_are_not_there(server: ServerProcess) -> None:
             assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, None)
             if status == 405:
                 assert answer.headers["allow"] == "POST"
+                assert error["message"] == "/v1/completions takes POST, not GET"
             if status == 404:
                 assert "this server has /health, /ready, /metrics, /generate," in error["message"]
                 assert "/v1/responses" in error["message"]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import ssl
+import time
 from pathlib import Path
 
 import pytest
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.serving.http.connection import LimitedConnection
+from fastgen.serving.http.server import FLUSH_S
 from fastgen.serving.http.tls import TlsHandshake, tls_context
 from fastgen.serving.options import ConnectionLimits, ServeOptions
 from tests.serving.attacks.connections import idle_connections
@@ -142,6 +146,34 @@ def test_the_attack_of_idle_connections() -> None:
         await server.until_closed()
 
     check(test, options(max_connections=10, header_timeout_s=0.5))
+
+
+@pytest.mark.parametrize("has_asked", [True, False])
+def test_a_server_that_ends_waits_a_second_for_clients_that_do_not_look(
+    has_asked: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client that keeps a connection for later reads nothing of it, and does not agree to its end."""
+    kept: list[ssl.SSLSocket] = []
+
+    def connect(port: int) -> None:
+        client = trusting().wrap_socket(socket.create_connection(("127.0.0.1", port)), server_hostname="127.0.0.1")
+        kept.append(client)
+        if has_asked:
+            client.sendall(post("/echo", b"abc"))
+            assert client.recv(65_536).startswith(b"HTTP/1.1 200")
+
+    async def test(server: Served) -> None:
+        await asyncio.to_thread(connect, server.port)
+        while not any(isinstance(each, LimitedConnection) for each in server.http.server_state.connections):
+            await asyncio.sleep(0.01)
+        before_s = time.monotonic()
+        server.http.should_exit = True
+        await server.until_closed()
+        assert time.monotonic() - before_s < FLUSH_S - 1
+
+    check(test, options())
+    assert not caplog.records
+    kept[0].close()
 
 
 def test_a_server_that_ends_waits_for_no_handshake() -> None:

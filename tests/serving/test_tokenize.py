@@ -23,6 +23,7 @@ TOOL = {"type": "function", "function": {"name": "add"}}
         ("tokenize", {"prompt": "word " * 10_000}, 400, "prompt"),
         ("tokenize", {"prompt": "a", "model": "gpt-9"}, 404, "model"),
         ("detokenize", {"tokens": [5], "model": "gpt-9"}, 404, "model"),
+        ("detokenize", {"tokens": [5, 10**6]}, 400, "tokens"),
     ],
 )
 def test_what_is_no_text_of_the_model_is_refused(path: str, body: dict[str, Any], status: int, param: str) -> None:

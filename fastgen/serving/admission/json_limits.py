@@ -7,11 +7,10 @@ which there may be many.
 
 from __future__ import annotations
 
-import gc
+import codecs
 import json
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -56,8 +55,9 @@ def parse_json(text: bytes) -> Any:
     have (``NaN``, ``1e999``). A short one is parsed by Python, whose errors say more.
     """
     try:
-        with _without_collections():
-            return _parse_short(text) if len(text) <= FREE_BYTES else msgspec.json.decode(text)
+        if len(text) <= FREE_BYTES:
+            return _parse_short(text)
+        return msgspec.json.decode(text.removeprefix(codecs.BOM_UTF8))  # as Python's parser does
     except json.JSONDecodeError:
         raise
     except msgspec.DecodeError as error:
@@ -71,20 +71,6 @@ def parse_json(text: bytes) -> Any:
     except ValueError:
         reason = "a number in it has too many digits"
     raise InvalidJsonError(reason)
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Turns the garbage collector off. What JSON makes refers to nothing that refers to it, and a hundred thousand
-    lists would have the collector look at them, and at all else, again and again.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _parse_short(text: bytes) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -27,6 +27,9 @@ _MAX_HEAD_FIELDS = 256
 _MAX_PIPELINED = 64
 _MAX_PIPELINED_BYTES = 64 << 10
 _MAX_PIPELINED_FIELDS = 1024
+# Most chunks of a body, beyond one for each so many bytes. Each chunk costs as much as a kilobyte.
+_MAX_SMALL_CHUNKS = 4096
+_SMALL_CHUNK_BYTES = 64
 # A client that takes so many bytes of what waits for it is not too slow.
 _LEAST_TAKEN_BYTES = 64 << 10
 
@@ -49,6 +52,7 @@ class LimitedConnection(HttpToolsProtocol):
     ):
         super().__init__(config, server_state, app_state, _loop)
         self._limits, self._on_refused = limits, on_refused
+        self.flow: _Flow
         self._gone = Gone()
         self._is_one_too_many = False
         # The time since which the head of a request is awaited, and whether some of it is here.
@@ -58,6 +62,8 @@ class LimitedConnection(HttpToolsProtocol):
         # some that did.
         self._has_progressed = False
         self._num_idle_bytes = 0
+        # Chunks and bytes of the body that is received.
+        self._num_chunks = self._num_body_bytes = 0
         # Bytes and fields in the heads of requests that wait for the answer before theirs, and whether such requests
         # are too many.
         self._num_pipelined_bytes = self._num_pipelined_fields = 0
@@ -69,7 +75,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = _Flow(transport, self.pipeline)
+        self.flow = _Flow(transport)
         self._head_since_s = time.monotonic()
         num_more = len(self.connections) - self._limits.max_connections
         self._is_one_too_many = num_more > 0
@@ -91,7 +97,7 @@ class LimitedConnection(HttpToolsProtocol):
             rest = self._parse(rest)
         self._num_idle_bytes = 0 if self._has_progressed else self._num_idle_bytes + len(data)
         if self._num_idle_bytes > _MAX_HEAD_BYTES:
-            self._refuse(_head_too_large(), "head_size")
+            self._refuse_received(_head_too_large(), "head_size")
 
     def _parse(self, data: bytes) -> bytes | None:
         """Parses ``data``. Returns what is to be parsed next, if a request offers another protocol.
@@ -105,9 +111,9 @@ class LimitedConnection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as stopped:
             if self._offers_another_protocol:  # a CONNECT request has none
                 return self._without_offer() + data[stopped.args[0] :]
-        except httptools.HttpParserError:
-            if not self._is_full:
-                self._refuse(BadRequestError("this is not HTTP/1.1"), "not_http")
+        except httptools.HttpParserError as error:
+            reason = error.__context__ or error  # a callback's error is the context of the parser's
+            self._refuse_received(BadRequestError(f"this cannot be read as HTTP/1.1: {reason}"), "not_http")
         return None
 
     def _without_offer(self) -> bytes:
@@ -115,6 +121,7 @@ class LimitedConnection(HttpToolsProtocol):
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         return b"\r\n".join([*lines, b"", b""])
 
     @property
@@ -124,6 +131,7 @@ class LimitedConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._unset_keepalive_if_required()
         self._head_since_s, self._has_head_begun = time.monotonic(), True
+        self._num_chunks = self._num_body_bytes = 0
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -133,7 +141,8 @@ class LimitedConnection(HttpToolsProtocol):
         if self._head_since_s is None:
             return
         if len(self.headers) == _MAX_HEAD_FIELDS:
-            self._refuse(TooLargeError(f"the head of a request may have {_MAX_HEAD_FIELDS} fields"), "head_size")
+            error = TooLargeError(f"the head of a request may have {_MAX_HEAD_FIELDS} fields")
+            self._refuse_received(error, "head_size")
             raise httptools.HttpParserCallbackError  # ends the parsing
         super().on_header(name, value)
 
@@ -142,7 +151,7 @@ class LimitedConnection(HttpToolsProtocol):
             return
         num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if num_bytes > _MAX_HEAD_BYTES:
-            self._refuse(_head_too_large(), "head_size")
+            self._refuse_received(_head_too_large(), "head_size")
             raise httptools.HttpParserCallbackError  # ends the parsing
         if not self.pipeline:
             self._num_pipelined_bytes = self._num_pipelined_fields = 0
@@ -154,11 +163,12 @@ class LimitedConnection(HttpToolsProtocol):
             or self._num_pipelined_bytes > _MAX_PIPELINED_BYTES
             or self._num_pipelined_fields > _MAX_PIPELINED_FIELDS
         ):
-            self._close_after_answers()
+            self._close_after_answers("pipelined")
             raise httptools.HttpParserCallbackError
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() != "1.0"):
-            self._refuse(BadRequestError(f"a request needs one Host field, and has {num_hosts}"), "not_http")
+            error = BadRequestError(f"a request needs one Host field, and has {num_hosts}")
+            self._refuse_received(error, "not_http")
             raise httptools.HttpParserCallbackError
         self._unset_keepalive_if_required()
         self._head_since_s, self._has_head_begun, self._has_progressed = None, False, True
@@ -169,17 +179,34 @@ class LimitedConnection(HttpToolsProtocol):
 
     def on_chunk_header(self) -> None:
         self._has_progressed = True
+        self._num_chunks += 1
+        if self._num_chunks > _MAX_SMALL_CHUNKS + self._num_body_bytes // _SMALL_CHUNK_BYTES:
+            self._refuse_received(
+                BadRequestError(
+                    f"the body has more than {_MAX_SMALL_CHUNKS} chunks of less than {_SMALL_CHUNK_BYTES} bytes; send "
+                    "larger ones"
+                ),
+                "body_size",
+            )
+            raise httptools.HttpParserCallbackError
 
     def on_body(self, body: bytes) -> None:
         self._has_progressed = True
+        self._num_body_bytes += len(body)
         super().on_body(body)
-        if _waits_for_much(self.pipeline):
-            self.flow.pause_reading()
+        if self.pipeline:
+            self.flow.num_waiting_bytes += len(body)
+            if self.flow.waits_for_much:
+                self.flow.pause_reading()
 
     def on_message_complete(self) -> None:
         if not self._offers_another_protocol:
             self._has_progressed = True
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.flow.num_waiting_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -204,10 +231,13 @@ class LimitedConnection(HttpToolsProtocol):
         """Closes the connection if its client takes more time than allowed."""
         if self._is_slow(now_s):
             self.transport.abort()
+        elif self._head_since_s is not None and self.flow.read_paused:
+            self._head_since_s = now_s  # it is the server that lets the head wait
         elif self._head_since_s is not None and now_s - self._head_since_s > self._limits.header_timeout_s:
             self._head_since_s = None
             if self._has_head_begun:
-                self._refuse(RequestTimeoutError("the head of the request did not come in time"), "head_time")
+                error = RequestTimeoutError("the head of the request did not come in time")
+                self._refuse_received(error, "head_time")
             else:
                 self.transport.close()
 
@@ -233,12 +263,12 @@ class LimitedConnection(HttpToolsProtocol):
         if self.cycle is not None and not (self.cycle.response_complete and self._has_head_begun):
             self.shutdown()
 
-    def _close_after_answers(self) -> None:
+    def _close_after_answers(self, reason: Refusal) -> None:
         """Takes no more requests. The connection is closed after the answer to the last one taken."""
         self._is_full = True
         self._head_since_s = None  # the head of a request that is not taken does not become late
         self.cycle.keep_alive = False
-        self._on_refused("pipelined")
+        self._on_refused(reason)
 
     @property
     def _is_answering(self) -> bool:
@@ -248,6 +278,17 @@ class LimitedConnection(HttpToolsProtocol):
         if self.pipeline:
             return True
         return self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+
+    def _refuse_received(self, error: Exception, reason: Refusal) -> None:
+        """Refuses what is being received. If that comes after requests that are here and not answered yet, these are
+        answered, and it is not.
+        """
+        if self._is_full:  # it is refused already
+            return
+        if self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body:
+            self._close_after_answers(reason)
+        else:
+            self._refuse(error, reason)
 
     def _refuse(self, error: Exception, reason: Refusal | None = None) -> None:
         """Answers with ``error`` only, and closes. If another answer has begun, closes without an answer."""
@@ -271,23 +312,20 @@ class LimitedConnection(HttpToolsProtocol):
         self.transport.close()
 
 
-_Pipeline = Sequence[tuple[RequestResponseCycle, object]]
-
-
-def _waits_for_much(pipeline: _Pipeline) -> bool:
-    """Returns whether requests that wait for the answer before their own have large bodies, all together."""
-    return sum(len(cycle.body) for cycle, _ in pipeline) > HIGH_WATER_LIMIT
-
-
 class _Flow(FlowControl):
     """Reads the bodies of requests that wait for the answer before their own up to a limit only."""
 
-    def __init__(self, transport: asyncio.Transport, pipeline: _Pipeline):
+    def __init__(self, transport: asyncio.Transport):
         super().__init__(transport)
-        self._pipeline = pipeline
+        # Of these bodies, all together.
+        self.num_waiting_bytes = 0
+
+    @property
+    def waits_for_much(self) -> bool:
+        return self.num_waiting_bytes > HIGH_WATER_LIMIT
 
     def resume_reading(self) -> None:
-        if not _waits_for_much(self._pipeline):
+        if not self.waits_for_much:
             super().resume_reading()
 
 

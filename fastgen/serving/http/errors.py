@@ -157,6 +157,8 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     kind = _TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
     message = f"{request.method} {request.url.path}: {error.detail}"
+    if error.status_code == 405 and error.headers is not None:
+        message = f"{request.url.path} takes {error.headers['Allow']}, not {request.method}"
     if error.status_code == 404 and error.detail == HTTPStatus.NOT_FOUND.phrase:
         document = await asyncio.to_thread(request.app.openapi)  # made once, and kept by the application
         paths = ", ".join(document["paths"])

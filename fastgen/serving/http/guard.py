@@ -18,7 +18,7 @@ from fastgen.serving.admission.bodies import Bodies
 from fastgen.serving.admission.json_limits import FREE_BYTES, check_json_size
 from fastgen.serving.admission.turns import Turns
 from fastgen.serving.api_keys import bearer
-from fastgen.serving.http.bodies import Body
+from fastgen.serving.http.bodies import Body, Receiving
 from fastgen.serving.http.errors import CLIENT_LEFT, error_response
 from fastgen.serving.http.hosts import Hosts
 from fastgen.serving.monitoring.prometheus import ServerMetrics
@@ -31,6 +31,7 @@ from fastgen.serving.refusals import (
     RequestTimeoutError,
     TooLargeError,
     UnauthorizedError,
+    UnavailableError,
     UnsupportedMediaError,
 )
 
@@ -38,9 +39,8 @@ from fastgen.serving.refusals import (
 # key itself, and paths that accept another token too.
 OPEN_PATHS = ("/", "/health", "/ready", "/-/healthz", "/ping", "/version", "/terminate")
 OPEN_FOLDER = "/page/"
-# How many large bodies the event loop receives a piece of in one of its turns. Each takes up to half a millisecond.
-_RECEIVED_AT_ONCE = 8
-# How many bodies it parses in one turn, of those that are not surely parsed within a millisecond or two.
+# How many bodies the event loop parses in one of its turns, of those that are not surely parsed within a millisecond or
+# two.
 _PARSED_AT_ONCE = 1
 _QUICKLY_PARSED_BYTES = 16 << 10
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
@@ -58,7 +58,11 @@ class Guard:
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: ServerMetrics):
         self._app, self._options, self._metrics = app, options, metrics
         self._hosts, self._bodies = Hosts(options), Bodies(options.connections)
-        self._receiving, self._parsing = Turns(_RECEIVED_AT_ONCE), Turns(_PARSED_AT_ONCE)
+        self._receiving, self._parsing = Receiving(options.connections), Turns(_PARSED_AT_ONCE)
+
+    def end(self) -> None:
+        """Refuses requests whose bodies are not here yet, because the server ends."""
+        self._receiving.end()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -144,6 +148,7 @@ _REASONS: dict[type[RefusedError], Refusal] = {
     TooLargeError: "body_size",
     RequestTimeoutError: "body_time",
     OverloadedError: "bodies",
+    UnavailableError: "unavailable",
 }
 
 

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fastgen.serving.admission.json_limits import FREE_BYTES, parse_json
+from fastgen.serving.engine.garbage import not_collected
 from fastgen.serving.http.errors import NOT_JSON, is_json
 from fastgen.serving.refusals import BadRequestError, RefusedError
 
@@ -32,7 +33,8 @@ class JsonRequest(Request):
         state = self.scope.setdefault("state", {})
         if PARSED not in state:
             body = await self.body()
-            state[PARSED] = parse_json(body)
+            with not_collected():
+                state[PARSED] = parse_json(body)
             if len(body) > FREE_BYTES:
                 await asyncio.sleep(0)  # others have their turn before the body is validated
         return state[PARSED]

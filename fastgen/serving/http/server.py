@@ -36,7 +36,8 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: ServerMetrics):
-        super().__init__(_config(app, options, metrics))
+        self._guard = Guard(app, options, metrics)
+        super().__init__(_config(self._guard, options, metrics))
         metrics.connections.set_function(lambda: len(self.server_state.connections))
 
     async def serve_at(self, listener: socket.socket) -> None:
@@ -48,6 +49,11 @@ class HttpServer(uvicorn.Server):
         """
         copies = [listener.dup() for _ in range(ACCEPTED_AT_ONCE - 1)]
         await self.serve(sockets=[listener, *copies])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Lets answers finish, within ``FLUSH_S``. Requests whose bodies are not here yet are refused."""
+        self._guard.end()
+        await super().shutdown(sockets)
 
     def leave(self) -> None:
         """Accepts no more connections, and lets the open ones end, so that clients connect to the server that replaces
@@ -68,7 +74,6 @@ class HttpServer(uvicorn.Server):
 
 def _config(app: ASGIApp, options: ServeOptions, metrics: ServerMetrics) -> uvicorn.Config:
     limits = options.connections
-    app = Guard(app, options, metrics)
     if options.allow_origins:
         app = CORSMiddleware(
             app,

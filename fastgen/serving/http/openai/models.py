@@ -11,7 +11,7 @@ from fastgen.serving.http.openai.answers import Detokenized, Model, Models, Toke
 from fastgen.serving.http.openai.conversations import encode_chat
 from fastgen.serving.http.openai.json_texts import ConversationRoute
 from fastgen.serving.http.openai.requests import DetokenizeRequest, TokenizeRequest
-from fastgen.serving.http.openai.run import check_model, json_response, now
+from fastgen.serving.http.openai.run import check_ids, check_model, json_response, now
 from fastgen.serving.http.openai.tools import for_template
 from fastgen.serving.http.openai.vllm import VllmChatFields
 from fastgen.serving.http.streaming import unless_gone
@@ -80,6 +80,7 @@ def model_routes(service: Service, version: str) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids. Special tokens have no text."""
         check_model(service, body.model)
+        check_ids(service, body.tokens, "tokens")
         try:
             return await json_response(lambda: {"prompt": service.codec.decode(body.tokens)}, is_large=True)
         except InvalidArgumentError as error:

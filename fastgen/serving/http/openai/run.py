@@ -341,9 +341,14 @@ def check_prompt(service: Service, prompt_ids: list[int], param: str) -> None:
             param=param,
             code="context_length_exceeded",
         )
-    if max(prompt_ids) >= facts.vocab_size:
+    check_ids(service, prompt_ids, param)
+
+
+def check_ids(service: Service, token_ids: list[int], param: str) -> None:
+    """Raises ``BadRequestError`` if the model does not have these ids."""
+    if (largest := max(token_ids, default=0)) >= (vocab_size := service.facts.vocab_size):
         raise BadRequestError(
-            f"{param} holds token id {max(prompt_ids)}; the model's ids are 0 to {facts.vocab_size - 1}", param=param
+            f"{param} holds token id {largest}; the model's ids are 0 to {vocab_size - 1}", param=param
         )
 
 
