@@ -18,7 +18,7 @@ from fastgen.errors import OutOfMemoryError
 from fastgen.models.measure import ModelBuild
 from fastgen.options import LoadOptions
 from fastgen.runtime.config import resolve_engine_config
-from fastgen.runtime.memory.fit import default_num_blocks, nearest_that_fits
+from fastgen.runtime.memory.fit import default_num_blocks, least_bytes, nearest_that_fits
 from fastgen.runtime.memory.ledger import MemoryModel
 from fastgen.runtime.memory.sizes import AskedSizes, EngineConfig
 from tests.draws import drawn
@@ -111,6 +111,18 @@ def test_where_the_weights_are_too_large_something_smaller_is_named() -> None:
     message = refusal(memory_of(MIB, kind="cuda"))
     assert re.search(r"no sizes of the engine help: it takes [\d.]+ GiB at least", message)
     assert least.total_bytes > MIB
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_least_memory_that_is_named_is_just_enough(kind: str) -> None:
+    """Compiled formats have a share of it, which a larger memory would not tell."""
+    config = resolve_engine_config(
+        memory_of(1 << 40, kind=kind), LoadOptions("a model", token_budget=1, max_num_seqs=1, max_model_len=2)
+    )
+    least = least_bytes(memory_of(MIB, kind=kind), config)
+    assert memory_of(least, kind=kind).ledger(config).total_bytes == least
+    for less in (least - 1, least - (least >> 7), least // 2):
+        assert memory_of(less, kind=kind).ledger(config).total_bytes > less
 
 
 def test_where_only_smaller_weights_help_their_formats_are_named() -> None:

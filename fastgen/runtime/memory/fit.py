@@ -106,9 +106,18 @@ def _for_weights(memory: MemoryModel, asked: AskedSizes, resolve: Resolve) -> st
     smaller = [f"quantize={each!r}" for each in build.target.quantized_formats if fits_in(each)]
     if smaller:
         return f"no sizes of the engine help, but it fits with {', or with '.join(smaller)}"
-    elsewhere = memory.on(replace(memory.device, memory_bytes=_PLENTY))
-    least = elsewhere.ledger(resolve(elsewhere, replace(asked, **_SMALLEST)))
-    return f"no sizes of the engine help: it takes {in_gib(least.total_bytes)} at least"
+    smallest = resolve(memory.on(replace(memory.device, memory_bytes=_PLENTY)), replace(asked, **_SMALLEST))
+    return f"no sizes of the engine help: it takes {in_gib(least_bytes(memory, smallest))} at least"
+
+
+def least_bytes(memory: MemoryModel, config: EngineConfig) -> int:
+    """Returns the least memory in which an engine of ``config`` fits. What it takes grows a little with the memory, of
+    which compiled formats have a share.
+    """
+    least = 0
+    while (taken := memory.on(replace(memory.device, memory_bytes=least)).ledger(config).total_bytes) > least:
+        least = taken
+    return least
 
 
 def _sizes(full: AskedSizes) -> Sizes:

@@ -38,8 +38,11 @@ SLOW_TAKE_CPU_S = 0.005
 MAX_TAKE_WAIT_S = 0.002
 # The ``nice`` value of threads whose work no step waits for.
 LOW_PRIORITY = 10
-# The library's advice to set an option of its own, and what callers can do.
-_ADVICE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Use anyOf"
+# The library's advice that callers cannot follow, or that misses the usual cause, and better advice.
+_ADVICE = {
+    "Enable 'coerce_one_of' option to approximate oneOf with anyOf": "Use anyOf",
+    "try avoiding single-byte/short lexemes": "the format is too ambiguous here, or has a part that never ends",
+}
 
 
 class MaskSource(Protocol):
@@ -331,5 +334,7 @@ def message_of(error: str) -> str:
     """Returns the library's message without its note that more could be said, and with advice that callers can follow;
     empty if it only means that no token fits.
     """
-    message = error.removesuffix("<non-verbose/>").strip().replace(*_ADVICE)
+    message = error.removesuffix("<non-verbose/>").strip()
+    for advice, better in _ADVICE.items():
+        message = message.replace(advice, better)
     return "" if message == "NoExtensionBias" else message

@@ -112,7 +112,7 @@ class LimitedConnection(HttpToolsProtocol):
             if self._offers_another_protocol:  # a CONNECT request has none
                 return self._without_offer() + data[stopped.args[0] :]
         except httptools.HttpParserError as error:
-            reason = error.__context__ or error  # a callback's error is the context of the parser's
+            reason = str(error.__context__ or error)[:200]  # a callback's error is the context of the parser's
             self._refuse_received(BadRequestError(f"this cannot be read as HTTP/1.1: {reason}"), "not_http")
         return None
 

@@ -100,6 +100,17 @@ def can_become(case: Case, text: bytes) -> bool:
     return False
 
 
+def test_an_answer_in_a_part_that_never_ends_fails_with_that_reason(grammars: Grammars, tokenizer: Any) -> None:
+    letters = {text: token_id for token_id, text in texts_of(tokenizer).items()}
+    found = matcher(grammars, {"type": "grammar", "grammar": 'start: "b" | "a" x\nx: "a" x'})
+    assert allowed(found) == {letters[b"a"], letters[b"b"]}
+    for _ in range(3):
+        found.advance(letters[b"a"])
+        if not allowed(found):
+            break
+    assert "has a part that never ends" in found.error
+
+
 def test_a_grammar_may_be_gbnf(grammars: Grammars) -> None:
     found = matcher(grammars, {"type": "grammar", "grammar": 'root ::= "b" | "c"'})
     assert allowed(found) == allowed(matcher(grammars, {"type": "grammar", "grammar": 'start: "b" | "c"'}))

@@ -93,8 +93,8 @@ def few_row_specs(
         arguments.append(Argument("scale", SCALES[shape.weight], "in"))
     arguments += [*bias, *ending] if is_whole else [Argument("out", "fp32", "out")]
     options: dict[str, Value] = {"num_warps": split.num_warps, "num_stages": split.num_stages}
-    if is_whole and row_tile(num_rows) == MAX_ROWS and out_dtype == "fp32":
-        options["maxnreg"] = MAX_REGISTERS  # a multiprocessor holds two programs anyway
+    if _needs_registers(shape, row_tile(num_rows), is_whole=is_whole):
+        options["maxnreg"] = MAX_REGISTERS
     main = KernelSpec(
         "few_row_linear", "triton", parameters | following, (*arguments, rows), options, needed_by=needed_by
     )
@@ -106,6 +106,15 @@ def few_row_specs(
     else:
         reduce = _reduce(shape, out_dtype, finish, num_splits, arguments, needed_by)
     return FewRowSpecs(main, reduce, num_splits, shape.out_features, finish is not None)
+
+
+def _needs_registers(shape: FewRowShape, rows: int, *, is_whole: bool) -> bool:
+    """Returns whether the assembler would spill some registers on sm_80 or sm_100, to make room for more programs than
+    shared memory has room for.
+    """
+    if shape.weight == "int4_weight_only":
+        return rows >= 32
+    return rows == MAX_ROWS and is_whole and shape.out_dtype == "fp32"
 
 
 def _reduce(
