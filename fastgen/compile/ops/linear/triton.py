@@ -113,7 +113,9 @@ def _needs_registers(shape: FewRowShape, rows: int, *, is_whole: bool) -> bool:
     shared memory has room for.
     """
     if shape.weight == "int4_weight_only":
-        return rows >= 32
+        return rows > 16
+    if shape.weight == "fp8_weight_only":
+        return rows == 16
     return rows == MAX_ROWS and is_whole and shape.out_dtype == "fp32"
 
 
