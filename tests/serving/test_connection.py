@@ -309,7 +309,7 @@ def test_a_body_may_have_4096_small_chunks_and_one_for_64_bytes(num_chunks: int,
 
 
 def test_small_chunks_behind_many_requests_take_no_longer_than_behind_one() -> None:
-    """What waits for its turn is counted as it comes, and not added up for each chunk."""
+    """The connection keeps the number of waiting bytes, and does not add them up for each chunk."""
     num_read = 0
 
     class Watched(bytearray):

@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from fastgen.collector import collector_off
 from fastgen.serving.admission.json_limits import parse_json
-from fastgen.serving.engine.garbage import not_collected, rarely_collected
+from fastgen.serving.engine.garbage import rarely_collected
 
 
 def test_garbage_is_collected_rarely_and_not_what_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +38,7 @@ def test_nothing_is_collected_while_a_body_is_parsed(was_enabled: bool) -> None:
         collected.append(phase)
 
     def fail() -> None:
-        with not_collected():
+        with collector_off():
             gc.callbacks.append(note)
             lists: list[list[int]] = [[] for _ in range(100_000)]
             gc.callbacks.remove(note)

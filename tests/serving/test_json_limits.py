@@ -119,7 +119,7 @@ def test_a_value_is_the_same_at_any_length(padding: int) -> None:
     value = {"a": [1, -0.0, 1e-7, 2**63, -(2**70), 10**63, True, None, "\u0000é好😀"], "": {}, "b": 0.1 + 0.2}
     assert repr(parse_json(b" " * padding + json.dumps(value).encode())) == repr(value)
     assert parse_json(b" " * padding + b'{"a": 1, "a": 2}') == {"a": 2}
-    assert parse_json(b"\xef\xbb\xbf" + b" " * padding + b'"\xc3\xa9"') == "é", "a mark of the order of bytes"
+    assert parse_json(b"\xef\xbb\xbf" + b" " * padding + b'"\xc3\xa9"') == "é", "a byte order mark"
 
 
 VALUES = st.recursive(

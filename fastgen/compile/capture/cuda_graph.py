@@ -8,12 +8,12 @@ first, and read only the static buffers of a step.
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
+from fastgen.collector import collector_off
 from fastgen.compile.build.cpp import CppKernel
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.capture.arena import Arena
@@ -75,7 +75,7 @@ class GraphPool:
 
         It needs no open fence, runs nothing, and the tape belongs to the caller.
         """
-        with _standing_collector():
+        with collector_off():
             return record(name, step, self._arena, self._runner)
 
     @property
@@ -101,7 +101,7 @@ class GraphPool:
                         step()
                     else:
                         again = NotedStep(step).again
-                with _standing_collector():
+                with collector_off():
                     self._record_cuda(graph, again)
         finally:  # where the step fails midway, what it launched still writes to static buffers
             current.wait_stream(self._stream)
@@ -134,15 +134,3 @@ class _CudaGraph:
         if self._graph is not None:
             self._graph.reset()
         self._graph = None
-
-
-@contextlib.contextmanager
-def _standing_collector() -> Iterator[None]:
-    """Turns the garbage collector off: a collection would free memory, and call a GPU's driver, during a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

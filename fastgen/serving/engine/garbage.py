@@ -12,21 +12,6 @@ _THRESHOLDS = (5000, 10, 40)
 
 
 @contextmanager
-def not_collected() -> Iterator[None]:
-    """Turns garbage collection off, for parsing: a hundred thousand lists would have it look at them, and at all else,
-    again and again, and what JSON makes refers to nothing that refers to it. For the thread of the event loop only: of
-    two threads one could leave it off for good.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@contextmanager
 def rarely_collected() -> Iterator[None]:
     """Excludes all present objects from garbage collection, and makes it rare. Frequent full collections would delay
     steps and streams.

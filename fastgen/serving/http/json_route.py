@@ -11,8 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from fastgen.collector import collector_off
 from fastgen.serving.admission.json_limits import FREE_BYTES, parse_json
-from fastgen.serving.engine.garbage import not_collected
 from fastgen.serving.http.errors import NOT_JSON, is_json
 from fastgen.serving.refusals import BadRequestError, RefusedError
 
@@ -33,7 +33,7 @@ class JsonRequest(Request):
         state = self.scope.setdefault("state", {})
         if PARSED not in state:
             body = await self.body()
-            with not_collected():
+            with collector_off():  # or it would look at a hundred thousand new lists again and again
                 state[PARSED] = parse_json(body)
             if len(body) > FREE_BYTES:
                 await asyncio.sleep(0)  # others have their turn before the body is validated
