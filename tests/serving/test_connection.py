@@ -236,6 +236,8 @@ WRONG = {
     "no host": b"GET /health HTTP/1.1\r\n\r\n",
     "a path that is none": b"GET http:// HTTP/1.1\r\nhost: localhost\r\n\r\n",
     "no end": b"GET /hea",
+    "a body that ends as none does": CHUNKED + b"3\r\nabc\r\nno size\r\n",
+    "many chunks": CHUNKED + 4200 * b"1\r\nx\r\n",
 }
 
 

@@ -54,6 +54,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._limits, self._on_refused = limits, on_refused
         self.flow: _Flow
         self._gone = Gone()
+        # The request before the newest one.
+        self._before: RequestResponseCycle | None = None
         self._is_one_too_many = False
         # The time since which the head of a request is awaited, and whether some of it is here.
         self._head_since_s: float | None = None
@@ -173,6 +175,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._head_since_s, self._has_head_begun, self._has_progressed = None, False, True
         self.scope["state"]["gone"] = self._gone
+        self._before = self.cycle
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             _speak_http_1_0(self.cycle)
@@ -285,6 +288,10 @@ class LimitedConnection(HttpToolsProtocol):
         """
         if self._is_full:  # it is refused already
             return
+        if self.pipeline and self.cycle.more_body:  # the newest one waits, and came in part
+            assert self._before is not None
+            self.pipeline.popleft()
+            self.cycle = self._before
         if self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body:
             self._close_after_answers(reason)
         else:
