@@ -144,7 +144,8 @@ class SamplingParams:
     def _check_beams(self) -> None:
         if not self.greedy:
             raise InvalidArgumentError(
-                f"beam_width={self.beam_width} needs temperature=0, not {self.temperature}: a beam search draws nothing"
+                f"beam_width={self.beam_width} needs temperature=0, since a beam search draws nothing; it is "
+                f"{self.temperature}, as the request says or the model's own defaults"
             )
         if self.stop:
             raise InvalidArgumentError(

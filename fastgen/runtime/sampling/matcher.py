@@ -331,10 +331,10 @@ class Matcher:
 
 
 def message_of(error: str) -> str:
-    """Returns the library's message without its note that more could be said, and with advice that callers can follow;
-    empty if it only means that no token fits.
+    """Returns the library's message without its note that more could be said and without a trace of its calls, and with
+    advice that callers can follow; empty if it only means that no token fits.
     """
-    message = error.removesuffix("<non-verbose/>").strip()
+    message = error.removesuffix("<non-verbose/>").partition("\n<backtrace>")[0].strip()
     for advice, better in _ADVICE.items():
         message = message.replace(advice, better)
     return "" if message == "NoExtensionBias" else message

@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
+from functools import partial
 from itertools import groupby
 from types import ModuleType
 from typing import Any
@@ -22,9 +23,19 @@ import numpy as np
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.constraint import Mask
-from fastgen.runtime.requests.response_format import COMPACT_JSON_OPTIONS, JSON_OPTIONS, ResponseFormat, is_compact
+from fastgen.runtime.requests.response_format import (
+    COMPACT_JSON_OPTIONS,
+    JSON_OPTIONS,
+    Kind,
+    ResponseFormat,
+    is_compact,
+)
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.sampling.finite.emptiness import Emptiness
+from fastgen.runtime.sampling.finite.grammar import finite_grammar
+from fastgen.runtime.sampling.finite.schema import finite_schema
 from fastgen.runtime.sampling.kept_formats import MOST_BYTES, KeptFormats
+from fastgen.runtime.sampling.large_stack import on_large_stack
 from fastgen.runtime.sampling.matcher import CompiledFormat, Constraint, MaskThreads, message_of
 from fastgen.version import install_command
 
@@ -75,7 +86,7 @@ class Grammars:
         """Returns a compiled format, which is not kept. Raises as :meth:`compile` does."""
         self.prepare()
         assert self._vocabulary is not None
-        return CompiledFormat(self._vocabulary.compile(response_format))
+        return CompiledFormat(on_large_stack(partial(self._vocabulary.compile, response_format)))
 
     def is_kept(self, response_format: ResponseFormat) -> bool:
         """Returns whether the format is compiled."""
@@ -131,6 +142,7 @@ class _Vocabulary:
             ) from error
         self._in_head = self.mask_of(token_id for token_id in range(vocab_size) if token_id != self._end_id)
         self._limits = self._library.LLParserLimits(**_LIMITS, verbose_errors=False)
+        self._emptiness = Emptiness(self._library, self._limits)
         self.all_tokens = self.mask_of(range(vocab_size))
 
     def mask_of(self, token_ids: Iterable[int]) -> Mask:
@@ -141,15 +153,16 @@ class _Vocabulary:
 
     def compile(self, response_format: ResponseFormat) -> Any:
         """Returns the library's matcher at its start. Raises ``InvalidArgumentError`` for a format it cannot follow."""
-        matcher = self._library.LLMatcher
         refused = f"response_format ({response_format.kind}) is refused"
+        kind, text = response_format.kind, response_format.text
         try:
-            grammar = _GRAMMARS[response_format.kind](matcher, response_format.text)
+            if kind == "grammar":
+                text = _in_lark(text)
+            start = self._start(kind, text)
+            if kind in _FINITE and (finite := _FINITE[kind](text, self._emptiness)) != text:
+                start = self._start(kind, finite)
         except ValueError as error:
             raise InvalidArgumentError(f"{refused}: {error}") from None
-        start = matcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        if start.is_error():
-            raise InvalidArgumentError(f"{refused}: {message_of(start.get_error())}")
         first = start.deep_copy()
         allowed, may_end = self.next_tokens(first)
         if not (may_end or allowed.any()):
@@ -162,6 +175,14 @@ class _Vocabulary:
                         f"{refused}: an object has {len(names)} properties in a row that may be left out, "
                         f"{names[0]!r:.40} the first; make more of them required ({reason})"
                     )
+        return start
+
+    def _start(self, kind: Kind, text: str) -> Any:
+        """Returns the library's matcher for ``text``. Raises ``ValueError`` where there is none."""
+        grammar = _GRAMMARS[kind](self._library.LLMatcher, text)
+        start = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if start.is_error():
+            raise ValueError(message_of(start.get_error()))
         return start
 
     def _too_wide(self, names: SequenceOf[str]) -> str:
@@ -240,16 +261,16 @@ def _json_grammar(matcher: Any, schema: str) -> str:
     return found
 
 
-def _any_grammar(matcher: Any, text: str) -> str:
-    """Returns the library's grammar for ``text`` in Lark's notation or in GBNF, that of llama.cpp and xgrammar."""
-    if "::=" in text:
-        from llguidance.gbnf_to_lark import any_to_lark
+def _in_lark(text: str) -> str:
+    """Returns a grammar in Lark's notation, which may be given in GBNF, that of llama.cpp and xgrammar."""
+    if "::=" not in text:
+        return text
+    from llguidance.gbnf_to_lark import any_to_lark
 
-        try:
-            text = any_to_lark(text)
-        except Exception as error:  # the converter raises classes of its own
-            raise ValueError(f"this GBNF cannot be read: {error}") from None
-    found: str = matcher.grammar_from_lark(text)
+    try:
+        found: str = any_to_lark(text)
+    except Exception as error:  # the converter raises classes of its own
+        raise ValueError(f"this GBNF cannot be read: {error}") from None
     return found
 
 
@@ -257,5 +278,10 @@ _GRAMMARS: dict[str, Callable[[Any, str], str]] = {
     "json_object": lambda matcher, _: _json_grammar(matcher, json.dumps({"type": "object"})),
     "json_schema": _json_grammar,
     "regex": lambda matcher, pattern: matcher.grammar_from_regex(pattern),
-    "grammar": _any_grammar,
+    "grammar": lambda matcher, text: matcher.grammar_from_lark(text),
+}
+# For kinds whose parts may have no finite text: without these.
+_FINITE: dict[str, Callable[[str, Emptiness], str]] = {
+    "json_schema": finite_schema,
+    "grammar": finite_grammar,
 }

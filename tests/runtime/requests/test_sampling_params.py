@@ -163,7 +163,7 @@ def test_fields_replace_defaults_and_the_whole_is_checked():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperature": 0.7}, "beam_width=4 needs temperature=0, not 0.7: a beam search draws nothing"),
+        ({"temperature": 0.7}, "beam_width=4 needs temperature=0, since a beam search draws nothing; it is 0.7, "),
         ({"stop": "x"}, "beam_width=4 does not go with stop strings; end beams with stop_token_ids"),
         ({"response_format": ResponseFormat("regex", "a")}, "does not go with response_format; ask for one of them"),
         ({"n": 5}, "n=5 completions of beam_width=4 beams: ask for at most as many as there are beams"),

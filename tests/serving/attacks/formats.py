@@ -32,6 +32,14 @@ def wide() -> dict[str, Any]:
     return {"type": "json_schema", "schema": {"type": "object", "properties": properties, "required": names}}
 
 
+def deep() -> dict[str, Any]:
+    """Returns a schema with a thousand objects, each the property of the one before, named by references."""
+    number = 800 + next(_NUMBERS) % 400
+    names = {f"{each}": {"properties": {"a": {"$ref": f"#/$defs/{each + 1}"}}} for each in range(number)}
+    definitions = names | {f"{number}": {"const": next(_NUMBERS)}}
+    return {"type": "json_schema", "schema": {"$ref": "#/$defs/0", "$defs": definitions}}
+
+
 async def slow_trials(target: Target, size: int) -> None:
     """Sends ``size`` formats at once that take too long to compile. Each must be refused. An ordinary request that
     comes after them must be answered before more than a few of them were tried, or half of many.
@@ -74,6 +82,11 @@ async def wide_formats(target: Target, size: int) -> None:
     await _in_turn(target, [wide() for _ in range(size)])
 
 
+async def deep_formats(target: Target, size: int) -> None:
+    """Sends ``size`` schemas over which the library recurses deep."""
+    await _in_turn(target, [deep() for _ in range(size)])
+
+
 async def _in_turn(target: Target, formats: list[dict[str, Any]]) -> None:
     for start in range(0, len(formats), _AT_ONCE):
         answers = await asyncio.gather(*(_constrained(target, each) for each in formats[start : start + _AT_ONCE]))
@@ -100,4 +113,5 @@ ATTACKS = {
     "abandoned_trials": Attack(abandoned_trials, 16, 64),
     "large_formats": Attack(large_formats, 64, 200),
     "wide_formats": Attack(wide_formats, 4, 24),
+    "deep_formats": Attack(deep_formats, 4, 24),
 }

@@ -1,0 +1,66 @@
+"""Asks llguidance whether a piece of a format has any text at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as SequenceOf
+from functools import cached_property
+from typing import Any
+
+from fastgen.runtime.requests.response_format import COMPACT_JSON_OPTIONS
+from fastgen.runtime.sampling.matcher import message_of
+
+
+class Emptiness:
+    """Answers by the library's own lexer, on a vocabulary of single bytes.
+
+    ``library`` is the module ``llguidance``; ``limits`` are its limits for a grammar. What it cannot say within them
+    counts as having a text.
+    """
+
+    def __init__(self, library: Any, limits: Any):
+        self._library, self._limits = library, limits
+
+    @cached_property
+    def _bytes(self) -> Any:
+        return self._library.LLTokenizer("byte")
+
+    def empty_terminals(self, definitions: str, terminals: SequenceOf[str]) -> set[int]:
+        """Returns the numbers of those ``terminals`` that match no text.
+
+        :param definitions: Lark's definitions of the terminals that they name.
+        :param terminals: what may stand behind the colon of a terminal.
+        """
+        named = [f"FASTGEN-{number}" for number in range(len(terminals))]
+        choices = "".join(f'\n | "{number}:" {name}' for number, name in enumerate(named))
+        bodies = "".join(f"\n{name}: {body}" for name, body in zip(named, terminals, strict=True))
+        start = self._start(self._library.LLMatcher.grammar_from_lark(f'start: "-"{choices}{bodies}\n{definitions}'))
+        if start.is_error():
+            return set()
+        return {number for number in range(len(terminals)) if self._ends_after(start, f"{number}:")}
+
+    def matches(self, pattern: str, name: str) -> bool:
+        """Returns whether ``pattern`` of ``patternProperties`` matches the property ``name``."""
+        schema = {"patternProperties": {pattern: {}}, "required": [name]}
+        return not self._start(self._object(schema)).is_error()
+
+    def is_covered(self, pattern: str, names: SequenceOf[str]) -> bool:
+        """Returns whether each text that ``pattern`` of ``patternProperties`` matches is one of ``names``."""
+        schema = {"properties": dict.fromkeys(names, False), "patternProperties": {pattern: {}}, "minProperties": 1}
+        start = self._start(self._object(schema))
+        return not start.is_error() and self._ends_after(start, "{")
+
+    def _object(self, schema: dict[str, Any]) -> Any:
+        closed = {"type": "object", "additionalProperties": False} | schema
+        return self._library.LLMatcher.grammar_from_json_schema(json.dumps(closed), overrides=COMPACT_JSON_OPTIONS)
+
+    def _start(self, grammar: str) -> Any:
+        return self._library.LLMatcher(self._bytes, grammar, log_level=0, limits=self._limits)
+
+    def _ends_after(self, start: Any, text: str) -> bool:
+        """Returns whether nothing can follow ``text``, and it is no text of the grammar itself."""
+        state = start.deep_copy()
+        if not state.consume_tokens(list(text.encode())):
+            return False
+        state.compute_bitmask()
+        return state.is_error() and not message_of(state.get_error())
