@@ -29,6 +29,9 @@ from typing import NamedTuple
 
 _ROOT = Path(__file__).resolve().parents[1]
 _RENDER = Path(__file__).with_name("render_kernels.py")
+# What of a commit its kernels are rendered from, as far as it has it. The list of published configurations is in the
+# tests of the recipe matrix, whose files of results the benchmarks name.
+_RENDERED_FROM = ("fastgen", "recipes", "tests", "tools", "benchmarks/result_files.py")
 _TARGETS = {
     "triton": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942"),
     "cpp": ("amx", "avx512bf16", "avx512vnni", "avx512", "avx2", "portable"),
@@ -148,7 +151,8 @@ def export(commit: str, directory: Path) -> None:
         commit = _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}").decode().strip()
     except KernelDiffError:
         raise KernelDiffError(f"this repository has no commit {commit!r}") from None
-    archive = _git("archive", "--format=tar", commit, "fastgen", "recipes", "tests", "tools")
+    paths = _git("ls-tree", "--name-only", commit, "--", *_RENDERED_FROM).decode().split()
+    archive = _git("archive", "--format=tar", commit, *paths)
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         files.extractall(directory, filter="data")
 

@@ -77,6 +77,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = tmp_path_factory.mktemp("kernel_diff") / "tree"
     for name in ("fastgen", "recipes", "tests", "tools"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+    (tree / "benchmarks").mkdir()
+    shutil.copy(ROOT / "benchmarks" / "result_files.py", tree / "benchmarks")
     who = ("-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false")
     for command in (("init", "-q"), ("add", "-A", "-f"), (*who, "commit", "-q", "-m", "all")):
         subprocess.run(["git", *command], cwd=tree, check=True)
