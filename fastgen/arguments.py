@@ -256,6 +256,6 @@ def parse_bytes(size: int | str, name: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def in_gib(size_bytes: float) -> str:
-    """Writes a size for people, with two decimals."""
-    return f"{size_bytes / 2**30:,.2f} GiB"
+def shown_bytes(size_bytes: float) -> str:
+    """Writes a size for people: in GiB with two decimals, or in MiB with four digits if it is small."""
+    return f"{size_bytes / 2**30:,.2f} GiB" if size_bytes >= 2**30 / 10 else f"{size_bytes / 2**20:.4g} MiB"

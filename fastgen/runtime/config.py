@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from fastgen.arguments import in_gib, parse_bytes
+from fastgen.arguments import parse_bytes, shown_bytes
 from fastgen.errors import InvalidArgumentError, OutOfMemoryError
 from fastgen.models.spec import ModelSpec
 from fastgen.options import LoadOptions
@@ -114,7 +114,7 @@ def _resolve(memory: MemoryModel, asked: AskedSizes) -> EngineConfig:
             )
     ledger = memory.ledger(config)
     if ledger.total_bytes > ledger.device_bytes:
-        raise OutOfMemoryError(f"{ledger.arithmetic()}, but {memory.device} has {in_gib(ledger.device_bytes)}")
+        raise OutOfMemoryError(f"{ledger.arithmetic()}, but {memory.device} has {shown_bytes(ledger.device_bytes)}")
     return config
 
 

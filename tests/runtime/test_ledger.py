@@ -236,7 +236,7 @@ def test_a_ledger_is_a_table_and_json() -> None:
         "total_bytes": 4 << 20,
         "device_bytes": 1 << 30,
     }
-    assert ledger.arithmetic() == "matrices of int4 0.00 GiB + KV cache 0.00 GiB = 0.00 GiB"
+    assert ledger.arithmetic() == "matrices of int4 3 MiB + KV cache 1 MiB = 4 MiB"
     assert ledger.size_bytes("nothing") == 0
 
 

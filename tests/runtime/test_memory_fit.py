@@ -58,12 +58,13 @@ def advised(message: str) -> list[dict[str, int]]:
 
 def test_the_arithmetic_adds_up_and_names_what_it_is_of() -> None:
     message = refusal(memory_of(100 * MIB), kv_cache_memory="3GiB", token_budget=700)
-    terms, total, has = re.fullmatch(r"(.*) = ([\d.]+) GiB, but cpu has ([\d.]+) GiB; .*", message).groups()
+    terms, total, has = re.fullmatch(r"(.*) = ([\d.]+) GiB, but cpu has ([\d.]+ MiB); .*", message).groups()
     assert "activations of token_budget=700 " in terms
     assert "KV cache 3.00 GiB" in terms
-    sizes = [float(size) for size in re.findall(r"([\d.]+) GiB", terms)]
+    sizes = [float(size) / (1 if unit == "G" else 1024) for size, unit in re.findall(r"([\d.]+) ([GM])iB", terms)]
+    assert len(sizes) == terms.count(" + ") + 1
     assert sum(sizes) == pytest.approx(float(total), abs=0.005 * len(sizes))
-    assert has == "0.10"
+    assert has == "100 MiB"
 
 
 def test_the_nearest_is_the_nearest() -> None:
@@ -109,7 +110,7 @@ def test_where_the_weights_are_too_large_something_smaller_is_named() -> None:
         resolve_engine_config(weights, LoadOptions("a model", token_budget=1, max_num_seqs=1, max_model_len=2))
     )
     message = refusal(memory_of(MIB, kind="cuda"))
-    assert re.search(r"no sizes of the engine help: it takes [\d.]+ GiB at least", message)
+    assert re.search(r"no sizes of the engine help: it takes [\d.]+ MiB at least", message)
     assert least.total_bytes > MIB
 
 

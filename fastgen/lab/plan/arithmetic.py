@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fastgen.arguments import in_gib
-from fastgen.lab.devices.datasheets import GB, GIB, TERA, Link
+from fastgen.arguments import shown_bytes
+from fastgen.lab.devices.datasheets import GB, TERA, Link
 from fastgen.lab.devices.roofline import KV_BYTES, Roofline
 from fastgen.lab.plan.arrangements import Arrangement, Question
 from fastgen.lab.plan.capacity import Capacity
@@ -23,12 +23,12 @@ def memory_lines(question: Question, arrangement: Arrangement, fits: Capacity) -
     longest = f"{config.max_model_len} tokens = {fits.blocks_of_longest} blocks"
     each = " on each device" if size > 1 else ""
     return [
-        f"before a request{each}: weights {_gib(weights)} + the rest {_gib(idle - weights)} = {_gib(idle)}, "
-        f"{idle / device.memory_bytes:.0%} of {_gib(device.memory_bytes)}, of which {_gib(device.reported_bytes)} are "
-        "reported to programs",
+        f"before a request{each}: weights {shown_bytes(weights)} + the rest {shown_bytes(idle - weights)} = "
+        f"{shown_bytes(idle)}, {idle / device.memory_bytes:.0%} of {shown_bytes(device.memory_bytes)}, of which "
+        f"{shown_bytes(device.reported_bytes)} are reported to programs",
         _token_line(question, arrangement, fits),
         f"a block{each}: {config.block_size} tokens x {_mib(fits.block_bytes / config.block_size)} = {_mib(block)}",
-        f"blocks: {_gib(kv_bytes)} / {_mib(block)} = {config.num_blocks:,}, one of them for padding",
+        f"blocks: {shown_bytes(kv_bytes)} / {_mib(block)} = {config.num_blocks:,}, one of them for padding",
         f"a request: {shape.prompt} + {shape.answer} = {shape.total} tokens = {fits.blocks_of_request} blocks",
         f"requests at once: {fits.num_blocks:,} / {fits.blocks_of_request} = "
         f"{fits.num_blocks // fits.blocks_of_request:,}, at most max_num_seqs={config.max_num_seqs}",
@@ -112,11 +112,6 @@ def _link_line(found: Roofline, link: Link) -> str:
 
 def _dtype(question: Question) -> str:
     return str(question.model.dtype).removeprefix("torch.")
-
-
-def _gib(size_bytes: float) -> str:
-    """Returns a size in GiB, or in MiB where that would be 0.0-something."""
-    return in_gib(size_bytes) if size_bytes >= GIB / 10 else _mib(size_bytes)
 
 
 def _mib(size_bytes: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fastgen.arguments import in_gib
+from fastgen.arguments import shown_bytes
 from fastgen.errors import InvalidArgumentError, OutOfMemoryError
 from fastgen.lab.devices.datasheets import Datasheet
 from fastgen.lab.devices.roofline import KV_BYTES, model_build
@@ -148,8 +148,8 @@ def capacity(memory: ShardMemory, shape: Shape, sizes: Sizes, token_budget: int)
     if not found.concurrent:
         raise OutOfMemoryError(
             f"the KV cache has {found.num_blocks} blocks, and a request of {shape.total} tokens takes "
-            f"{found.blocks_of_request}: all else takes {in_gib(found.idle_bytes)} of "
-            f"{in_gib(found.ledger.device_bytes)}, of which an engine leaves a tenth to the driver unless "
+            f"{found.blocks_of_request}: all else takes {shown_bytes(found.idle_bytes)} of "
+            f"{shown_bytes(found.ledger.device_bytes)}, of which an engine leaves a tenth to the driver unless "
             "kv_cache_memory= says how much the cache gets"
         )
     return found

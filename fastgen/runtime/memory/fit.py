@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fastgen.arguments import in_gib
+from fastgen.arguments import shown_bytes
 from fastgen.compile.weights.formats import QuantizedFormat
 from fastgen.errors import FastgenError
 from fastgen.models.builder import kv_windows
@@ -107,7 +107,7 @@ def _for_weights(memory: MemoryModel, asked: AskedSizes, resolve: Resolve) -> st
     if smaller:
         return f"no sizes of the engine help, but it fits with {', or with '.join(smaller)}"
     smallest = resolve(memory.on(replace(memory.device, memory_bytes=_PLENTY)), replace(asked, **_SMALLEST))
-    return f"no sizes of the engine help: it takes {in_gib(least_bytes(memory, smallest))} at least"
+    return f"no sizes of the engine help: it takes {shown_bytes(least_bytes(memory, smallest))} at least"
 
 
 def least_bytes(memory: MemoryModel, config: EngineConfig) -> int:

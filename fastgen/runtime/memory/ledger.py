@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, Final
 
-from fastgen.arguments import in_gib
+from fastgen.arguments import shown_bytes
 from fastgen.compile.backends.model_ops import Ops
 from fastgen.compile.capture.allocations import META
 from fastgen.compile.host.device import Device
@@ -80,8 +80,8 @@ class Ledger:
 
     def arithmetic(self) -> str:
         """Returns the sum in one line."""
-        terms = " + ".join(f"{row} {in_gib(row.size_bytes)}" for row in self.rows)
-        return f"{terms} = {in_gib(self.total_bytes)}"
+        terms = " + ".join(f"{row} {shown_bytes(row.size_bytes)}" for row in self.rows)
+        return f"{terms} = {shown_bytes(self.total_bytes)}"
 
     def as_json(self) -> dict[str, Any]:
         rows = [asdict(row) for row in self.rows]

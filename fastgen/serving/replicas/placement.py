@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastgen.arguments import in_gib, parse_bytes
+from fastgen.arguments import parse_bytes, shown_bytes
 from fastgen.errors import InvalidArgumentError
 
 # Share of a machine's memory for all replicas on it: Ray and the server need some.
@@ -37,7 +37,7 @@ class Machine:
     @property
     def text(self) -> str:
         room = self.room
-        found = f"{self.host} has {room.num_cpus} CPUs, {room.num_gpus} GPUs and {in_gib(room.memory_bytes)}"
+        found = f"{self.host} has {room.num_cpus} CPUs, {room.num_gpus} GPUs and {shown_bytes(room.memory_bytes)}"
         return found if room in (self, replace(self, free=None)) else f"{found} that are not in use"
 
 
@@ -63,7 +63,7 @@ class Needs:
     def text(self) -> str:
         parts = [f"{self.num_cpus} CPU{'s' if self.num_cpus > 1 else ''}"]
         parts += [f"{self.num_gpus} GPU{'s' if self.num_gpus > 1 else ''}"] if self.num_gpus else []
-        parts += [f"{in_gib(self.memory_bytes)} of memory"] if self.memory_bytes else []
+        parts += [f"{shown_bytes(self.memory_bytes)} of memory"] if self.memory_bytes else []
         return " and ".join(parts)
 
     def count_on(self, machine: Machine) -> int:
