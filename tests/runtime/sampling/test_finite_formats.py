@@ -487,7 +487,10 @@ def test_drawn_grammars_allow_what_their_finite_rules_allow(grammars: Grammars, 
     check_same(grammars, tokenizer, of_grammar(text(None)), of_grammar(text(finite)), seed, to_end=False)
 
 
-@pytest.mark.parametrize("text", ["start: $", "start: %what", "start: (", 'start: "a"{x}', "start: )", "%declare A"])
+@pytest.mark.parametrize(
+    "text",
+    ["start: $", "start: %what", "start: (", 'start: "a"{x}', "start: )", "start[capture", "start: ~(A", "%declare A"],
+)
 def test_what_the_reader_does_not_know_is_left_to_the_library(grammars: Grammars, text: str) -> None:
     with pytest.raises(UnreadableError):
         read_lark(text)

@@ -73,7 +73,6 @@ class Scope:
 class LarkParts:
     """The parts of a grammar, and how they need each other."""
 
-    text: str
     # The ways to complete each rule and choice. Terminals and schemas have none here.
     ways: dict[Part, list[tuple[Part, ...]]] = field(default_factory=dict)
     # The choices, inner ones first, each with the rule that it is in.
@@ -144,7 +143,8 @@ class _Reader:
         self._tokens = _tokens(text)
         self._place = 0
         self._rule: Part | None = None
-        self.parts = LarkParts(text)
+        self._text = text
+        self.parts = LarkParts()
 
     @property
     def _next(self) -> _Token:
@@ -156,10 +156,9 @@ class _Reader:
 
     def _take(self, *kinds: str) -> _Token:
         token = self._next
-        if kinds and token.kind not in kinds:
+        if token.kind == "end" or (kinds and token.kind not in kinds):
             raise UnreadableError
-        if token.kind != "end":
-            self._place += 1
+        self._place += 1
         return token
 
     def _skip(self, *kinds: str) -> bool:
@@ -183,7 +182,7 @@ class _Reader:
                     self._define_terminal(scope)
                 case "%import":
                     begin, end, _ = self._line()
-                    self.parts.scopes[scope].imports.append(self.parts.text[begin:end])
+                    self.parts.scopes[scope].imports.append(self._text[begin:end])
                 case "%ignore" | "%llguidance":
                     self._line()
                 case _:
@@ -223,7 +222,7 @@ class _Reader:
         self._take(":")
         begin, end, tokens = self._line()
         names = {token.text for token in tokens if token.kind == "terminal"}
-        self.parts.scopes[scope].definitions[name] = self.parts.text[begin:end], names
+        self.parts.scopes[scope].definitions[name] = self._text[begin:end], names
 
     def _line(self) -> tuple[int, int, list[_Token]]:
         """Takes the tokens of a definition. Returns its place in the text, and them. Lines may begin with ``|``."""
@@ -325,7 +324,7 @@ class _Reader:
 
     def _schema(self, token: _Token) -> Part:
         schema: Part = "schema", token.begin, ""
-        self.parts.schemas[schema] = json.loads(self.parts.text[token.begin + len(token.text) : token.end])
+        self.parts.schemas[schema] = json.loads(self._text[token.begin + len(token.text) : token.end])
         return self._leaf(schema, token.begin, token.end)
 
     def _terminal(self, scope: int, token: _Token) -> Part:
@@ -335,7 +334,7 @@ class _Reader:
         elif token.kind == "string" and self._skip(".."):
             self._take("string")
         end = self._last.end
-        return self._leaf(("terminal", scope, self.parts.text[token.begin : end]), token.begin, end)
+        return self._leaf(("terminal", scope, self._text[token.begin : end]), token.begin, end)
 
     def _leaf(self, part: Part, begin: int, end: int) -> Part:
         """Notes a leaf."""
@@ -349,8 +348,6 @@ class _Reader:
         if token.kind in ("(", "["):
             depth = 1
             while depth:
-                depth += {"(": 1, "[": 1, ")": -1, "]": -1, "end": -99}.get(self._take().kind, 0)
-            if depth < 0:
-                raise UnreadableError
+                depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(self._take().kind, 0)
         elif token.kind == "string" and self._skip(".."):
             self._take("string")
