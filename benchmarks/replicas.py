@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--output", type=new_file)
     arguments = parser.parse_args()
     machine = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
-    about = {"machine": machine, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "fastgen": fastgen.__version__}
+    about: Data = {"machine": machine, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "fastgen": fastgen.__version__}
     about |= {"ray": version("ray"), "commit": commit(), "streams": NUM_STREAMS}
     calibration = Calibration(os.cpu_count() or 1)
     entries: list[Data] = []

@@ -325,9 +325,10 @@ def loss(entry: Data, side: str) -> Figure | Lack:
 
 def first_token_added_ms(entry: Data) -> float:
     """Returns by how much later first tokens come, as the median over rounds of the median over pairs."""
-    return statistics.median(
+    added_ms: float = statistics.median(
         statistics.median(http - ours for ours, http in each["first_token_ms"]) for each in entry["rounds"]
     )
+    return added_ms
 
 
 def shown(found: Figure | Lack) -> str:

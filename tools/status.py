@@ -221,7 +221,11 @@ def headline(measured: Sequence[dict[str, Any]]) -> str:
         for model, weight_format, found in compared(data)
         for name, each in found.items()
     ]
-    figures = [(*where, each, here) for *where, each, here in cells if isinstance(each, Figure)]
+    figures = [
+        (model, weight_format, name, each, here)
+        for model, weight_format, name, each, here in cells
+        if isinstance(each, Figure)
+    ]
     num_open = sum(len(doubts(data)) for data in measured)
     if not figures:
         few = f"; {num_open} of the required speeds look missed, and have too few turns for a figure"

@@ -63,7 +63,8 @@ class KernelClock:
             return ended_s
 
         CppBuilder.load = load_clocked  # type: ignore[assignment, method-assign]
-        ThreadPool.start, ThreadPool.end = start_clocked, end_clocked  # type: ignore[method-assign]
+        ThreadPool.start = start_clocked  # type: ignore[assignment, method-assign]
+        ThreadPool.end = end_clocked  # type: ignore[assignment, method-assign]
 
     def reset(self) -> None:
         self._seconds, self._since_s = 0.0, time.perf_counter()

@@ -73,7 +73,9 @@ def measure_pair(
 
 def enough(turns: list[Data], options: argparse.Namespace) -> bool:
     """Returns true if as many turns were steady as are wanted, or no more turns may be made."""
-    return sum(map(is_steady_turn, turns)) >= options.turns or len(turns) >= options.most_turns
+    num_wanted: int = options.turns
+    num_allowed: int = options.most_turns
+    return sum(map(is_steady_turn, turns)) >= num_wanted or len(turns) >= num_allowed
 
 
 def main() -> None:

@@ -91,7 +91,7 @@ def measure(model: str, build: dict[str, Any]) -> dict[str, Any]:
                 tensor.fill_(0.01)
         length = llm.config.max_model_len - 1
         llm.generate([[5 + index] * length for index in range(2)], max_new_tokens=1)
-        fields = {"temperature": 0.7, "top_p": 0.9, "seed": 1, "logprobs": 3, "prompt_logprobs": 3}
+        fields: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "seed": 1, "logprobs": 3, "prompt_logprobs": 3}
         llm.generate([[5 + index] * 40 for index in range(llm.config.max_num_seqs)], max_new_tokens=3, **fields)
     found = watch.found()
     grown = found["most"] - found["before"]

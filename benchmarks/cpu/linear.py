@@ -81,7 +81,7 @@ def make_cases(
     formats: list[WeightFormat], rows: list[int], shape: tuple[int, int], arch: str, loader: KernelLoader
 ) -> dict[tuple[str, int], Case]:
     weight = torch.randn(shape)
-    cases = {}
+    cases: dict[tuple[str, int], Case] = {}
     for weight_format in formats:
         kernel = loader.load(linear_spec(weight_format, arch))
         assert isinstance(kernel, CppKernel)

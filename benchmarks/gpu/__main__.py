@@ -111,8 +111,10 @@ def describe(row: Row) -> str:
             return f"{row.get('case', 'failed')}: {row[key]}"
     parts = [f"{row['seconds'] * 1e3:,.3f} ms"] if "seconds" in row else []
     parts += [f"{row[key]:.2f} of {key.removeprefix('fraction_of_')}" for key in row if key.startswith("fraction_of_")]
-    known = ("requests_per_s", "ratio", "difference", "margin", "idle_seconds", "eager_seconds", "seconds_per_graph")
-    known += ("gap_seconds", "launches", "tests")
+    known = [
+        *("requests_per_s", "ratio", "difference", "margin", "idle_seconds", "eager_seconds", "seconds_per_graph"),
+        *("gap_seconds", "launches", "tests"),
+    ]
     numbers = {key: row[key] for key in known if isinstance(row.get(key), (int, float))}  # percentiles are not shown
     parts += [f"{key.replace('_', ' ')} {number:.4g}" for key, number in numbers.items()]
     return f"{row.get('case', '')}: {', '.join(parts)}"

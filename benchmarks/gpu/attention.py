@@ -74,9 +74,7 @@ def measure(bench: Bench) -> Rows:
     shape = TOY if bench.toy else AttentionShape(32, 8, 128, 64, "bf16", 128**-0.5)
     for block_size in sizes:
         here = replace(shape, block_size=block_size)
-        row = bench.attempt(
-            f"numeric gate, blocks of {block_size}", lambda here=here: {"difference": check(here, bench)}
-        )
+        row = bench.attempt_gate(f"blocks of {block_size}", partial(check, here, bench))
         yield row
         if "error" in row:
             continue
@@ -194,9 +192,10 @@ class Subject:
         self.k_cache[0], self.v_cache[0] = torch.nan, torch.nan
         parts = (self.plan.part, self.plan.part_best, self.plan.part_total)
         run_repeatedly("attention", self, runs, [self.out, *parts])
-        kv = (each.float() for each in (self.q, self.k_cache, self.v_cache))
-        lists = (self.tables, self.starts, self.seq_lens)
-        expected = paged_attention(*kv, *lists, scale=self.shape.scale, sliding_window=None)
+        q, k_cache, v_cache = (each.float() for each in (self.q, self.k_cache, self.v_cache))
+        expected = paged_attention(
+            q, k_cache, v_cache, self.tables, self.starts, self.seq_lens, scale=self.shape.scale, sliding_window=None
+        )
         return excess(self.out, expected, ABSOLUTE, RELATIVE)
 
 

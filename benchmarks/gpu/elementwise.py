@@ -154,7 +154,7 @@ class Maker:
         return Subject(
             "rotary and KV write" if norm is None else "QK norm, rotary and KV write",
             2 * qkv.nbytes,
-            lambda: kernel(qkv, self.positions, *caches, self.slots, **given),
+            lambda: kernel(qkv, self.positions, caches[0], caches[1], self.slots, **given),
             [qkv[:, : heads * size], *caches],
             expected,
         )
@@ -166,8 +166,8 @@ class Maker:
         sizes = self.sizes
         latent, rotary, nope, heads = sizes.latent, sizes.rotary, sizes.nope, sizes.num_heads
         norm = HeadNorm("rms", EPS)
-        fields = {"num_heads": heads, "latent_dim": latent, "nope_dim": nope, "rotary_dim": rotary}
-        kernel = LatentKernel(self.kernel(latent_spec(sizes.dtype, norm, **fields)))
+        spec = latent_spec(sizes.dtype, norm, num_heads=heads, latent_dim=latent, nope_dim=nope, rotary_dim=rotary)
+        kernel = LatentKernel(self.kernel(spec))
         kv, q = self.normal(self.num_tokens, latent + rotary), self.normal(self.num_tokens, heads, nope + rotary)
         q_latent, weight = self.normal(self.num_tokens, heads, latent + rotary), self.normal(latent)
         cache, table = self.normal(-(-self.num_tokens // 16), 16, 1, latent + rotary), self.angles(rotary)
@@ -249,7 +249,7 @@ def measure(bench: Bench) -> Rows:
     sizes, all_tokens = (TOY, (5,)) if bench.toy else (REAL, TOKENS)
     wrong = set()
     for make in Maker(sizes, 5 if bench.toy else 64, bench).all():
-        row = bench.attempt(f"numeric gate, {make.__name__}", lambda make=make: {"difference": _check(make, bench)})
+        row = bench.attempt_gate(make.__name__, partial(_check, make, bench))
         yield row
         if "error" in row:
             wrong.add(make.__name__)

@@ -8,9 +8,10 @@ exceed every cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from typing import get_args
 
@@ -39,7 +40,7 @@ def measure(bench: Bench) -> Rows:
     right = []
     for weight in FORMATS:
         shape = replace(gated, weight=weight)
-        row = bench.attempt(f"numeric gate, {weight}", lambda shape=shape: {"difference": check_format(shape, bench)})
+        row = bench.attempt_gate(weight, partial(check_format, shape, bench))
         yield row
         right += [] if "error" in row else [weight]
     if bench.toy:
@@ -90,11 +91,11 @@ def measure_layer(name: str, shape: FewRowShape, num_rows: int, bench: Bench) ->
     splits = _measured(shape, num_rows, bench)
     for split in splits:
         subject = Subject(shape, num_rows, split, bench)
-        runs = [lambda weight=weight, subject=subject: subject(weight) for weight in weights]
+        runs: list[Callable[[], object]] = [partial(subject, weight) for weight in weights]
         yield row("default" if split == splits[0] else "candidate", bench.rotated_seconds(runs), split)
     if isinstance(first, Tensor):
         x = torch.randn(num_rows, shape.in_features, dtype=first.dtype, device=bench.where)
-        runs = [lambda weight=weight: F.linear(x, weight) for weight in weights]
+        runs = [partial(F.linear, x, weight) for weight in weights if isinstance(weight, Tensor)]
         yield row("torch", bench.rotated_seconds(runs), None)
 
 
@@ -104,7 +105,7 @@ class Subject:
     def __init__(self, shape: FewRowShape, num_rows: int, split: SplitK, bench: Bench):
         loader, where = bench.loader, bench.where
         specs = few_row_specs(shape, num_rows, split)
-        reduce = specs.reduce and loader.load(specs.reduce)
+        reduce = None if specs.reduce is None else loader.load(specs.reduce)
         self.workspace = torch.empty(specs.workspace_numel(num_rows), device=where) if reduce else None
         self.kernel = FewRowKernel(loader.load(specs.main), reduce, self.workspace)
         dtype = torch_dtype(shape.dtype)

@@ -114,6 +114,7 @@ def _branches(shape: LlamaShape, prefix: str) -> tuple[BranchSpec, ...]:
     down = _linear(f"{prefix}.mlp.down_proj", shape.ffn, shape.hidden, at=f"{here}.down")
     mlp = MlpSpec("gated", "silu", gate, up, down, _node(here), _node(f"{here}.activation"))
     norms = ("attend", "input_layernorm"), ("transform", "post_attention_layernorm")
+    parts: tuple[AttentionSpec | MlpSpec, ...] = (attention, mlp)
     return tuple(
         BranchSpec(
             name=name,
@@ -124,7 +125,7 @@ def _branches(shape: LlamaShape, prefix: str) -> tuple[BranchSpec, ...]:
             sum_norm=None,
             node=_node(f"model.layers.residual.{name}"),
         )
-        for (name, norm), part in zip(norms, (attention, mlp), strict=True)
+        for (name, norm), part in zip(norms, parts, strict=True)
     )
 
 

@@ -99,6 +99,10 @@ class Bench:
             if not self.toy:
                 torch.cuda.empty_cache()
 
+    def attempt_gate(self, what: str, check: Callable[[], float]) -> Row:
+        """Returns the row of the numeric gate of ``what``: the largest difference, or why it is not passed."""
+        return self.attempt(f"numeric gate, {what}", lambda: {"difference": check()})
+
 
 def make_bench(*, toy: bool) -> Bench:
     if toy:

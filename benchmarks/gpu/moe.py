@@ -94,7 +94,7 @@ class Subject:
         both, made, outputs = (normal(num_choices, size) for size in (2 * inner, inner, hidden))
         self.out = torch.empty_like(self.x)
         self.outputs = [experts, weights, both, made, outputs, self.out]
-        self.steps: dict[str, Callable[[], None]] = {
+        self.steps: dict[str, Callable[[], object]] = {
             "route": lambda: router(self.logits, None, experts, weights),
             "sort": lambda: sort(experts),
             "inward": lambda: to_inner(self.x, self.inward, None, sort.tiles, num_choices, both),
@@ -138,9 +138,7 @@ def measure(bench: Bench) -> Rows:
     shapes, all_tokens = ((TOY,), (9,)) if bench.toy else (SHAPES, TOKENS)
     num_gated = 9 if bench.toy else 100
     for shape in shapes:
-        row = bench.attempt(
-            f"numeric gate, {shape.name}", lambda shape=shape: {"difference": check(shape, num_gated, bench)}
-        )
+        row = bench.attempt_gate(shape.name, partial(check, shape, num_gated, bench))
         yield row
         if "error" in row:
             continue

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu.measuring import Bench, Row, Rows
@@ -38,7 +39,7 @@ def measure(bench: Bench) -> Rows:
         return
     program = sanitizer()
     for tool in TOOLS:
-        yield bench.attempt(tool, lambda tool=tool: checked(program, tool))
+        yield bench.attempt(tool, partial(checked, program, tool))
 
 
 def checked(program: str, tool: str) -> Row:

@@ -27,6 +27,7 @@ from benchmarks.gpu.splitfuse import IN_FLIGHT, TOKEN_BUDGET, percentiles
 from benchmarks.gpu.workload import lengths
 from benchmarks.serving import Answer, request_body, served
 from fastgen.errors import FastgenError
+from fastgen.models.checkpoint.tensor_files import Read
 from fastgen.serving.extra import need_extra
 
 _SECONDS, _ROW_SECONDS = 30.0, 10.0
@@ -135,14 +136,15 @@ def write_model(shape: LlamaShape, directory: Path, device: torch.device) -> Non
     kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
     (directory / "tokenizer_config.json").write_text(json.dumps(kind), encoding="utf-8")
     spec = llama_spec(shape)
-    weights, names = RandomWeights.of(spec, shape.dtype, device), [each.names[0] for each in spec.tensors()]
+    weights = RandomWeights.of(spec, shape.dtype, device)
+    reads = [Read(name, header) for name, header in weights.tensors.items()]
     places: dict[str, str] = {}
     for number in itertools.count():
-        some = names[number * _A_FILE : (number + 1) * _A_FILE]
+        some = reads[number * _A_FILE : (number + 1) * _A_FILE]
         if not some:
             break
         file = f"model-{number}.safetensors"
-        save_file({name: tensor.cpu() for name, tensor in weights.stream(some)}, directory / file)
-        places |= dict.fromkeys(some, file)
+        save_file({read.name: tensor.cpu() for read, tensor in weights.stream(some)}, directory / file)
+        places |= {read.name: file for read in some}
     index = {"metadata": {}, "weight_map": places}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")

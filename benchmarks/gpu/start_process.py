@@ -18,14 +18,14 @@ from fastgen.runtime.step.forward import CapturedForward  # noqa: E402
 def main(*, toy: bool) -> dict[str, float]:
     seconds = {"import": time.perf_counter() - BEGIN}
     shape, device = (TOY, devices.current("cpu")) if toy else (LLAMA_2_7B, devices.current("cuda"))
-    sizes = {"max_num_seqs": 2, "token_budget": 4} if toy else {"max_num_seqs": 256, "token_budget": 2048}
+    kv_tokens, max_num_seqs, token_budget = (200, 2, 4) if toy else (40_000, 256, 2048)
     start = time.perf_counter()
     with (
         clocked(Backend, "build", seconds),
         clocked(part, "load_weights", seconds),
         clocked(CapturedForward, "capture", seconds),
     ):
-        engine = llama_engine(shape, device, kv_tokens=200 if toy else 40_000, **sizes)
+        engine = llama_engine(shape, device, kv_tokens=kv_tokens, max_num_seqs=max_num_seqs, token_budget=token_budget)
     seconds["engine"] = time.perf_counter() - start
     start = time.perf_counter()
     (generation,) = submit(engine, [(5, 1)], seed=0)

@@ -48,14 +48,14 @@ def moved_bytes(spec: KernelSpec, grid: tuple[int, ...], arguments: tuple[Any, .
     parameters = spec.parameters
     if spec.op.startswith("sampling"):
         # A slice of a row has a program; the last kernel reads what the others found.
-        return 4 * parameters["block"] * grid[0] if spec.op != "sampling_choose" else 0  # type: ignore[operator]
+        return 4 * parameters["block"] * grid[0] if spec.op != "sampling_choose" else 0  # type: ignore[operator, return-value]
     given = {each.name: value for each, value in zip(spec.arguments, arguments, strict=True)}
     moved = {name: value.nbytes for name, value in given.items() if isinstance(value, Tensor) and name not in _TABLES}
     num_splits = parameters.get("splits") or 1
     for name in ("part", "out") if spec.op == "few_row_linear" else ("part",):
         if name in moved and num_splits != 1:
             features = parameters.get("OUT") or parameters["H"]
-            moved[name] = 4 * num_splits * given["num_rows"] * features  # type: ignore[operator]
+            moved[name] = 4 * num_splits * given["num_rows"] * features
     return sum(moved.values())
 
 
@@ -125,7 +125,7 @@ def profiled(engine: Engine, shape: LlamaShape, batch: int, context: int, bench:
 
 def _device_events(engine: Engine) -> list[Event]:
     """Returns what the device ran in some replayed steps, in the order in which it began."""
-    from torch.autograd import DeviceType
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
     from torch.profiler import ProfilerActivity, profile
 
     engine.step()

@@ -23,7 +23,7 @@ from benchmarks.gpu.measuring import Bench, Row, Rows
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.step.forward import CapturedForward
 
-CASES = ((1, 512), (32, 1024), (256, 512))  # sequences, tokens that each of them has
+CASES: tuple[tuple[int, int], ...] = ((1, 512), (32, 1024), (256, 512))  # sequences, tokens that each of them has
 TOKEN_BUDGET, MAX_NUM_SEQS = 2048, 256
 
 
@@ -137,7 +137,8 @@ class StepWatch:
             self.marks.append((self._begin, self._mark()))
             return found
 
-        forward.hidden, forward.logits = marked_hidden, marked_logits  # type: ignore[method-assign]
+        forward.hidden = marked_hidden  # type: ignore[assignment, method-assign]
+        forward.logits = marked_logits  # type: ignore[assignment, method-assign]
 
     def seconds(self) -> tuple[float, float]:
         """Returns medians over the marked steps: from begin to end, and from there to the next begin."""
@@ -192,7 +193,7 @@ def capture_watched(found: Row) -> Iterator[None]:
         found.update(seconds=seconds, graphs=graphs, seconds_per_graph=seconds / graphs)
         found["pool_bytes"] = _reserved_bytes() - before
 
-    CapturedForward.capture = watched  # type: ignore[method-assign]
+    CapturedForward.capture = watched  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

@@ -160,7 +160,7 @@ def verdict(parts: Parts, device: str, *, wanted: list[str]) -> tuple[str, int]:
     parts = {name: part for name, part in parts.items() if name in wanted}
     found = [line for line in lines(parts, device) if line.goal.part in wanted]
     failed = errors(parts)
-    rows = [("", "floor", "goal", "measured", "")]
+    rows: list[tuple[str, ...]] = [("", "floor", "goal", "measured", "")]
     for line in found:
         unit = line.goal.unit[1]
         numbers = (f"{number:.3g}" for number in (line.floor, line.target))

@@ -218,8 +218,8 @@ class Bench:
 
     def __init__(self, name: str, path: str, model: Model, directory: Path, clock: CpuClock | WallClock):
         self.name, self.model, self.directory, self.clock = name, model, directory, clock
-        threads = {"num_threads": 1} if isinstance(clock, CpuClock) else {}
-        llm = fastgen.load(path, **model.load, **threads)
+        threads = 1 if isinstance(clock, CpuClock) else None
+        llm = fastgen.load(path, **model.load, num_threads=threads)
         self.vocab_size, self.config = llm.spec.vocab_size, llm.config
         self.engine: Engine = llm.release_engine()
         self.engine.clock = clock

@@ -176,7 +176,8 @@ def measured(comparison: Comparison, name: str, seed: int) -> dict[str, float]:
         "sent_per_s": len(records) / seconds,
         "goodput": sum(map(GOOD.is_good, records)) / seconds,
         "prompt_goodput": sum(map(PROMPT.is_good, records)) / seconds,
-        "cached": sum(each.num_cached_tokens for each in records) / sum(each.num_prompt_tokens for each in records),
+        "cached": sum(each.num_cached_tokens or 0 for each in records)
+        / sum(each.num_prompt_tokens for each in records),
         "p50_ttft_s": ttfts_s[len(records) // 2],
         "p99_ttft_s": ttfts_s[len(records) * 99 // 100],
         "imbalance": max(observed.tokens.values()) * count / sum(observed.tokens.values()),

@@ -41,8 +41,7 @@ _RANDOM_PROMPTS, _RANDOM_TOKENS = 4, 32
 
 def load(model: str | Path, weight_format: str) -> fastgen.LLM:
     dtype, quantize, target = FORMATS[weight_format]
-    options = {"device": "cpu", "dtype": dtype, "quantize": quantize, "target": target}
-    return fastgen.load(model, kv_cache_memory="256MiB", **options)
+    return fastgen.load(model, kv_cache_memory="256MiB", device="cpu", dtype=dtype, quantize=quantize, target=target)
 
 
 def perplexity(llm: fastgen.LLM, num_rows: int) -> dict[str, float]:
