@@ -10,6 +10,7 @@ whether token ``i`` is allowed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -159,10 +160,12 @@ class _Vocabulary:
             if kind == "grammar":
                 text = _in_lark(text)
             start = self._start(kind, text)
-            if kind in _FINITE and (finite := _FINITE[kind](text, self._emptiness)) != text:
-                start = self._start(kind, finite)
+            finite = _FINITE[kind](text, self._emptiness) if kind in _FINITE else text
         except ValueError as error:
             raise InvalidArgumentError(f"{refused}: {error}") from None
+        if finite != text:
+            with contextlib.suppress(ValueError):  # what is left out must not make it refuse the rest
+                start = self._start(kind, finite)
         first = start.deep_copy()
         allowed, may_end = self.next_tokens(first)
         if not (may_end or allowed.any()):
@@ -203,7 +206,8 @@ class _Vocabulary:
         state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if state.is_error():
             return np.zeros(self._num_words, np.int32), False
-        may_end = bool(words[self._end_id // 32] >> self._end_id % 32 & 1)
+        # A complement in a grammar matches the spelling of the end-of-text token too, as it does all bytes.
+        may_end = bool(words[self._end_id // 32] >> self._end_id % 32 & 1) and state.is_accepting()
         return words[: self._num_words] & self._in_head, may_end
 
 

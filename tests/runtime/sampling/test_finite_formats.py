@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.response_format import parse_response_format
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.sampling import structured_output
 from fastgen.runtime.sampling.finite import grammar as finite_grammars
 from fastgen.runtime.sampling.finite import schema as finite_schemas
 from fastgen.runtime.sampling.finite.derivable import derivable
@@ -192,6 +193,36 @@ CLOSED = {"type": "object", "additionalProperties": False}
             },
             NULL,
         ),
+        # By a pattern that a required name matches, and by a reference to the whole.
+        (
+            {
+                "anyOf": [{"$ref": "#/$defs/m"}, NULL],
+                "$defs": {
+                    "m": {"type": "object", "patternProperties": {"^a": {"$ref": "#/$defs/m"}}, "required": ["a"]}
+                },
+            },
+            NULL,
+        ),
+        ({"anyOf": [{"type": "array", "items": {"$ref": "#/anyOf/0"}, "minItems": 1}, NULL]}, NULL),
+        # A required name that no pattern matches.
+        (
+            {"anyOf": [CLOSED | {"required": ["a", "c"], "patternProperties": {"^a$": NULL}}, NULL]},
+            NULL,
+        ),
+        # What is joined before a reference would be joined with what is forbidden.
+        (
+            {
+                "anyOf": [{"allOf": [{}], "$ref": "#/$defs/m"}, NULL],
+                "$defs": {
+                    "m": {
+                        "type": "object",
+                        "properties": {"n": {"allOf": [{}], "$ref": "#/$defs/m"}},
+                        "required": ["n"],
+                    }
+                },
+            },
+            NULL,
+        ),
         # A number of either kind has a value.
         (
             with_endless(
@@ -229,6 +260,8 @@ PERSON = {
         CLOSED | {"properties": {"a": {"$ref": "#"}, "b": {"$ref": "#"}}},
         CLOSED | {"additionalProperties": {"anyOf": [{"$ref": "#"}, NULL]}, "minProperties": 1},
         {"$defs": {"n": ENDLESS}},
+        # ``prefixItems`` beside ``additionalItems``, which the library does not look at.
+        with_endless({"type": "array", "prefixItems": [TO_ENDLESS], "additionalItems": {}, "minItems": 1}, n=NULL),
         # References that are not followed here.
         {"$id": "http://a.b/c", "anyOf": [{"$ref": "d"}, NULL], "$defs": {"n": {"$id": "d", "type": "null"}}},
     ],
@@ -238,6 +271,89 @@ def test_what_can_be_ended_stays_as_it_is(grammars: Grammars, schema: dict[str, 
     assert grammars._vocabulary is not None
     for text in (json.dumps(schema), f'{{"const": {"1" * 5000}}}'):
         assert finite_schemas.finite_schema(text, grammars._vocabulary._emptiness) is text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        with_endless({"type": "array", "prefixItems": [TO_ENDLESS], "additionalItems": {}, "minItems": 1}),
+        with_endless(
+            {
+                "anyOf": [
+                    {
+                        "$schema": "http://json-schema.org/draft-07/schema#",
+                        "type": "array",
+                        "prefixItems": [TO_ENDLESS],
+                        "minItems": 1,
+                    }
+                ]
+            }
+        ),
+        with_endless(
+            {
+                "type": "array",
+                "items": [NULL],
+                "allOf": [{}],
+                "additionalItems": TO_ENDLESS,
+                "minItems": 2,
+                "maxItems": 2,
+            }
+        ),
+        {
+            "$schema": "http://json-schema.org/draft-04/schema#",
+            "type": "object",
+            "properties": {
+                "a": {
+                    "id": "http://x.y/z",
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {"$ref": "#/definitions/n"},
+                    "definitions": {"n": NULL},
+                }
+            },
+            "required": ["a"],
+            "definitions": {
+                "n": {"type": "object", "properties": {"n": {"$ref": "#/definitions/n"}}, "required": ["n"]}
+            },
+        },
+        CLOSED
+        | {
+            "properties": {
+                "a": {"type": "object", "properties": {"b": NULL}},
+                "c": {"$ref": "#/properties/a/properties/b"},
+            },
+            "patternProperties": {"^a$": {}},
+        },
+        CLOSED | {"properties": {"a": {"$ref": "#/patternProperties/%5Ea$"}}, "patternProperties": {"^a$": NULL}},
+        {
+            "allOf": [{"properties": {"b": {"allOf": [{"patternProperties": {"^a$": {"$ref": "#/$defs/r"}}}]}}}],
+            "$defs": {
+                "r": {
+                    "anyOf": [
+                        {
+                            "properties": {
+                                "b": {
+                                    "items": {
+                                        "properties": {"a": {"$ref": "#/$defs/r"}},
+                                        "additionalProperties": False,
+                                        "allOf": [{"const": 1}],
+                                        "patternProperties": {"^a$": NULL},
+                                    }
+                                }
+                            }
+                        }
+                    ]
+                }
+            },
+        },
+    ],
+)
+def test_a_schema_that_the_library_takes_is_not_refused(
+    grammars: Grammars, schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matcher(grammars, of_schema(schema))
+    monkeypatch.delitem(structured_output._FINITE, "json_schema")
+    matcher(Grammars(grammars._tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS]), of_schema(schema))
 
 
 @pytest.mark.parametrize(
@@ -271,6 +387,18 @@ def test_a_schema_without_a_finite_value_is_refused(grammars: Grammars, schema: 
         (
             {"properties": {"a": NULL, "b": NULL}, "patternProperties": {"^(a|b)$": {}, "^c": NULL}},
             {"properties": {"a": NULL, "b": NULL}, "patternProperties": {"^c": NULL}},
+        ),
+        (
+            {"required": ["b", "a"], "patternProperties": {"^a$": NULL, "^b": NULL}},
+            {"properties": {"b": NULL, "a": NULL}, "required": ["b", "a"], "patternProperties": {"^b": NULL}},
+        ),
+        (
+            {"required": ["a", "b"], "patternProperties": {"^b$": NULL, "^a$": NULL}},
+            {"properties": {"a": NULL, "b": NULL}, "required": ["a", "b"]},
+        ),
+        (
+            {"properties": {"é": {}}, "patternProperties": {"^é$": NULL}},
+            {"properties": {"é": NULL}},
         ),
         # These have other matches, or other names are allowed.
         ({"properties": {"a": NULL}, "patternProperties": {"^[ab]$": {}}}, None),
@@ -363,6 +491,8 @@ def test_drawn_schemas_allow_what_their_finite_parts_allow(grammars: Grammars, t
 
 # Grammars
 
+ENDLESS_JSON = '%json {"type": "array", "items": {"$ref": "#"}, "minItems": 1}'
+
 
 @pytest.mark.parametrize(
     ("given", "meant"),
@@ -401,6 +531,13 @@ def test_drawn_schemas_allow_what_their_finite_parts_allow(grammars: Grammars, t
         ('start: "a" B? %json {"$ref": "#"}* "c"\nB: /b/ & /c/', 'start: "a" "c"'),
         ('start: x | y | "a" | x -> q\n | y | "b" | y // z\nx: x\ny: "c" x', 'start: "a" | "b"'),
         ('start: (x | y)? "a" (x | "b" | y)\nx: x\ny: "c" x', 'start: "a" "b"'),
+        (f'start: "x" a "y" | "z"\na[temperature=0.5]: {ENDLESS_JSON}', 'start: "z"'),
+        (f'start: "x" a? "y"\na[temperature=0.5]: {ENDLESS_JSON}', 'start: "x" "y"'),
+        ('start: "x" a | "y"\na[lazy]: /a/ & /b/', 'start: "y"'),
+        ('start: "x" a | "y"\na[max_tokens=5]: A\nA: /a/ & /b/', 'start: "y"'),
+        ('start: "x" a | "y"\na[max_tokens=0]: A\nA: /a/ & /b/', 'start: "x" | "y"'),
+        ('start: "x" a | "y"\na[suffix="c"]: /a/ B\nB: A & /b/\nA: /c/', 'start: "y"'),
+        ('start: "x" a | "y"\na[temperature=0.5]: %lark {\n start: "a" | "b" b\n b: "c" b\n}', 'start: "x" "a" | "y"'),
         # What no answer comes to.
         ('start: "a"\nx: "b" x', 'start: "a"'),
     ],
@@ -412,11 +549,31 @@ def test_alternatives_without_a_finite_text_are_left_out(
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        'start: a::0x0 | "c"\na::_: x "b" %if lt(_, 3)\nx: "d" x',
+        'start: a::0x0 | "c"\na::_: x "b" %if lt(_, 3)\nx: B\nB: /q/ & /r/',
+        f'start: a::0x0 | "z"\na::_: "x" {ENDLESS_JSON} "y" %if lt(_, 3)',
+        "%import common.INT -> int\nstart: int",
+        '%import common.INT -> int\nstart: "x" int | "c"',
+        '%import common (INT, WORD)\nstart: "x" INT WORD | "c"',
+        'start: "x" <[1-3]> <[^4]>? | "c"',
+    ],
+)
+def test_a_grammar_of_which_nothing_is_known_to_have_no_text_stays_as_it_is(grammars: Grammars, text: str) -> None:
+    matcher(grammars, of_grammar(text))
+    assert grammars._vocabulary is not None
+    assert finite_grammars.finite_grammar(text, grammars._vocabulary._emptiness) == text
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
+        ('start: [x] y\nx: x\ny: "a" y', "none satisfies '[x] y': y can never be completed"),
+        (f'start: "x" a "y"\na[temperature=0.5]: {ENDLESS_JSON}', "a can never be completed"),
         ('start: "a" start', "in rule 'start' none satisfies '\"a\" start': start can never be completed"),
         ('start: "a" x | y\nx: "b" x\ny: "c" (y | x)', "none satisfies '\"a\" x': x can never be completed"),
-        ('start: "a" ("b" x)\nx: x', "none satisfies '\"b\" x': x can never be completed"),
+        ('start: "a" ("b" x)\nx: x', 'none satisfies \'"a" ("b" x)\': a part can never be completed'),
         ("start: A B\nA: /a/\nB: A & /b/", "none satisfies 'A B': B matches nothing"),
         ('start: "a" %json {"type": "array", "items": {"$ref": "#"}, "minItems": 1}', "its JSON schema has no"),
         ("root ::= x\nx ::= [0-9] x", "none satisfies 'x': x can never be completed"),

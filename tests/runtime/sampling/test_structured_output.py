@@ -116,6 +116,16 @@ def test_an_answer_in_a_part_that_never_ends_fails_with_that_reason(
     assert "has a part that never ends" in found.error
 
 
+def test_a_complement_does_not_end_an_answer(grammars: Grammars, tokenizer: Any) -> None:
+    """It matches any bytes, and so those with which the library spells the token of the end."""
+    letters = {text: token_id for token_id, text in texts_of(tokenizer).items()}
+    found = matcher(grammars, {"type": "grammar", "grammar": "start: ~/[^q]*/"})
+    for letter, may_end in ((b"a", False), (b"b", False), (b"q", True)):
+        assert EOS not in allowed(found)
+        found.advance(letters[letter])
+        assert (EOS in allowed(found)) == may_end
+
+
 def test_a_grammar_may_be_gbnf(grammars: Grammars) -> None:
     found = matcher(grammars, {"type": "grammar", "grammar": 'root ::= "b" | "c"'})
     assert allowed(found) == allowed(matcher(grammars, {"type": "grammar", "grammar": 'start: "b" | "c"'}))

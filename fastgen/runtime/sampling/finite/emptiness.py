@@ -20,6 +20,8 @@ class Emptiness:
 
     def __init__(self, library: Any, limits: Any):
         self._library, self._limits = library, limits
+        # For each pattern of properties, an object that has only these.
+        self._patterns: dict[str, Any] = {}
 
     @cached_property
     def _bytes(self) -> Any:
@@ -41,8 +43,13 @@ class Emptiness:
 
     def matches(self, pattern: str, name: str) -> bool:
         """Returns whether ``pattern`` of ``patternProperties`` matches the property ``name``."""
-        schema = {"patternProperties": {pattern: {}}, "required": [name]}
-        return not self._start(self._object(schema)).is_error()
+        if not (name.isascii() and name.isprintable()):  # the library may escape it in another way
+            return not self._start(self._object({"patternProperties": {pattern: {}}, "required": [name]})).is_error()
+        if pattern not in self._patterns:
+            self._patterns[pattern] = self._start(self._object({"patternProperties": {pattern: {}}}))
+        state = self._patterns[pattern].deep_copy()
+        is_taken: bool = state.consume_tokens(list(f"{{{json.dumps(name)}:".encode()))
+        return is_taken
 
     def is_covered(self, pattern: str, names: SequenceOf[str]) -> bool:
         """Returns whether each text that ``pattern`` of ``patternProperties`` matches is one of ``names``."""

@@ -13,15 +13,20 @@ from collections.abc import Iterator
 
 from fastgen.runtime.sampling.finite.derivable import derivable
 from fastgen.runtime.sampling.finite.emptiness import Emptiness
-from fastgen.runtime.sampling.finite.lark import Alternative, LarkParts, Part, Scope, UnreadableError, read_lark
+from fastgen.runtime.sampling.finite.lark import Alternative, LarkParts, Part, Scope, UnreadableError, Use, read_lark
 from fastgen.runtime.sampling.finite.schema import with_finite_parts
 
 # What stands for a piece that may be missing, and always is.
 _MISSING = '""'
 # What can make a terminal empty: an intersection, a complement, or a class of characters that has none.
 _MAY_BE_EMPTY = re.compile(r"&|~|\[\^|\\P|--")
+_NAME = re.compile(r"_?[A-Z][_A-Z0-9\-]*")
 # Terminals of a grammar that are tried. The others count as having a text.
 _MOST_TRIED = 1_000
+# What the terminals of a grammar inside another cost, beside each of them.
+_COST_OF_SCOPE = 20
+# A longer grammar stays as it is: reading 30,000 characters takes up to 0.3 s.
+_MOST_CHARACTERS = 30_000
 _MOST_SHOWN = 60
 # The text between two places becomes another.
 _Edit = tuple[int, int, str]
@@ -33,6 +38,8 @@ def finite_grammar(text: str, emptiness: Emptiness) -> str:
 
     :raises ValueError: where the whole has none.
     """
+    if len(text) > _MOST_CHARACTERS:
+        return text
     try:
         parts = read_lark(text)
     except UnreadableError:
@@ -40,33 +47,39 @@ def finite_grammar(text: str, emptiness: Emptiness) -> str:
     reachable = parts.reachable()
     edits: list[_Edit] = []
     ways = dict(parts.ways)
-    for leaf in parts.leaves:
-        if leaf.part[0] == "schema" and leaf.rule in reachable:
+    for use in parts.uses:
+        kind = use.part[0]
+        if kind == "rule":
+            ways.setdefault(use.part, [()])  # an imported terminal may be named like a rule
+        elif kind == "schema" and use.rule in reachable:
             with contextlib.suppress(ValueError):
-                schema = parts.schemas[leaf.part]
+                schema = parts.schemas[use.part]
                 if with_finite_parts(schema, emptiness):
-                    edits.append((leaf.begin, leaf.end, f"%json {json.dumps(schema, ensure_ascii=False)}"))
-                ways[leaf.part] = [()]
+                    edits.append((use.begin, use.end, f"%json {json.dumps(schema, ensure_ascii=False)}"))
+                ways[use.part] = [()]
     terminals = sorted(part for part in reachable if part[0] == "terminal")
     empty = _empty(terminals, parts, emptiness)
     ways |= {part: [()] for part in terminals if part not in empty}
     found = derivable(ways)
+    if parts.start not in found:
+        raise ValueError(_refusal(text, parts, found, empty))
+    # Nothing that is left needs what stands in a rule without a text.
+    finite = found & reachable
     for rule, alternatives in parts.choices:
-        if rule in reachable:
-            missing = [[need for need in each.needs if need not in found] for each in alternatives]
-            if any(missing) and rule == parts.start and parts.start not in found:
-                place, parts_missing = next((place, own) for place, own in enumerate(missing) if own)
-                own = alternatives[place]
-                raise ValueError(_refusal(text[own.begin : own.end], parts_missing[0], empty))
-            edits += _left_out(alternatives, [bool(each) for each in missing])
-    leaves = (leaf for leaf in parts.leaves if leaf.rule in reachable and leaf.part not in found)
-    edits += [(leaf.begin, leaf.end, _MISSING) for leaf in leaves]
+        if rule in finite:
+            edits += _left_out(alternatives, [not found.issuperset(each.needs) for each in alternatives])
+    edits += [(use.begin, use.end, _MISSING) for use in parts.uses if _is_missing(use, parts, finite, found)]
     return _edited(text, edits)
 
 
+def _is_missing(use: Use, parts: LarkParts, finite: set[Part], found: set[Part]) -> bool:
+    """Returns whether a rule with a text refers to what has none."""
+    return use.rule in finite and use.part not in found and parts.ways[use.rule] != [()]
+
+
 def _left_out(alternatives: list[Alternative], is_endless: list[bool]) -> Iterator[_Edit]:
-    """Yields what leaves out some of the ``alternatives`` of a choice. If there is no other, nothing that an answer can
-    come to needs the choice.
+    """Yields what leaves out some of the ``alternatives`` of a choice. If there is no other, the choice may be missing,
+    for it is in a rule with a text.
     """
     if all(is_endless):
         yield alternatives[0].begin, alternatives[-1].end, _MISSING
@@ -79,15 +92,19 @@ def _left_out(alternatives: list[Alternative], is_endless: list[bool]) -> Iterat
             yield alternatives[place - 1].end, own.end, ""
 
 
-def _refusal(alternative: str, missing: Part, empty: set[Part]) -> str:
+def _refusal(text: str, parts: LarkParts, found: set[Part], empty: set[Part]) -> str:
+    """Returns why the first alternative of ``start`` has no text."""
+    # Choices inside others come before these.
+    first = [alternatives for rule, alternatives in parts.choices if rule == parts.start][-1][0]
+    missing = next(need for need in first.needs if need not in found)
     kind, _, name = missing
     if missing in empty:
         why = f"{name} matches nothing"
     elif kind == "schema":
         why = "its JSON schema has no finite value"
     else:
-        why = f"{name} can never be completed"
-    own = " ".join(alternative.split())
+        why = f"{name if kind == 'rule' else 'a part'} can never be completed"
+    own = " ".join(text[first.begin : first.end].split())
     shown = own if len(own) <= _MOST_SHOWN else f"{own[:_MOST_SHOWN]}…"
     return f"no finite text satisfies the grammar; in rule 'start' none satisfies {shown!r}: {why}"
 
@@ -106,27 +123,27 @@ def _edited(text: str, edits: list[_Edit]) -> str:
 def _empty(terminals: list[Part], parts: LarkParts, emptiness: Emptiness) -> set[Part]:
     """Returns the ``terminals`` that match nothing."""
     found: set[Part] = set()
+    num_left = _MOST_TRIED
     for number, scope in parts.scopes.items():
-        own = [part for part in terminals if part[1] == number and _may_be_empty(part[2], scope)][:_MOST_TRIED]
+        suspects = _suspects(scope)
+        own = [part for part in terminals if part[1] == number and _may_be_empty(part[2], suspects)][:num_left]
         if own:
+            num_left = max(0, num_left - len(own) - _COST_OF_SCOPE)
             definitions = [f"{name}: {text}" for name, (text, _) in scope.definitions.items()]
-            bodies = [text for _, _, text in own]
-            numbers = emptiness.empty_terminals("\n".join([*scope.imports, *definitions]), bodies)
+            numbers = emptiness.empty_terminals("\n".join([*scope.imports, *definitions]), [part[2] for part in own])
             found |= {own[each] for each in numbers}
     return found
 
 
-def _may_be_empty(text: str, scope: Scope) -> bool:
-    seen: set[str] = set()
-    pending = [text]
-    while pending:
-        own = pending.pop()
-        if own in scope.definitions:
-            if own in seen:
-                continue
-            seen.add(own)
-            own, names = scope.definitions[own]
-            pending += names
-        if _MAY_BE_EMPTY.search(own):
-            return True
-    return False
+def _may_be_empty(text: str, suspects: set[str]) -> bool:
+    return bool(_MAY_BE_EMPTY.search(text)) or not suspects.isdisjoint(_NAME.findall(text))
+
+
+def _suspects(scope: Scope) -> set[str]:
+    """Returns the names of the terminals that may be empty, by what their definitions hold or name."""
+    return derivable(
+        {
+            name: [()] if _MAY_BE_EMPTY.search(text) else [(other,) for other in names]
+            for name, (text, names) in scope.definitions.items()
+        }
+    )

@@ -51,8 +51,8 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """A terminal or a JSON schema in a rule, with its place in the text."""
+class Use:
+    """A part that a rule names or holds, with its place in the text."""
 
     rule: Part
     part: Part
@@ -77,9 +77,8 @@ class LarkParts:
     ways: dict[Part, list[tuple[Part, ...]]] = field(default_factory=dict)
     # The choices, inner ones first, each with the rule that it is in.
     choices: list[tuple[Part, list[Alternative]]] = field(default_factory=list)
-    leaves: list[Leaf] = field(default_factory=list)
-    # All that each rule refers to, needed or not.
-    mentions: dict[Part, set[Part]] = field(default_factory=dict)
+    # All that rules refer to, needed or not.
+    uses: list[Use] = field(default_factory=list)
     schemas: dict[Part, Any] = field(default_factory=dict)
     # By the place where a grammar begins: ``%lark`` holds others.
     scopes: dict[int, Scope] = field(default_factory=dict)
@@ -90,13 +89,16 @@ class LarkParts:
 
     def reachable(self) -> set[Part]:
         """Returns the parts that an answer can come to, if all have a text."""
+        named: dict[Part, list[Part]] = {}
+        for use in self.uses:
+            named.setdefault(use.rule, []).append(use.part)
         found: set[Part] = set()
         pending = [self.start]
         while pending:
             part = pending.pop()
             if part not in found:
                 found.add(part)
-                pending += self.mentions.get(part, ())
+                pending += named.get(part, ())
         return found
 
 
@@ -190,32 +192,48 @@ class _Reader:
 
     def _define_rule(self, scope: int) -> None:
         name = self._take("rule").text.lstrip("!?")
-        rule: Part = "rule", scope, name
-        outer, self._rule = self._rule, rule
-        self.parts.mentions[rule] = set()
-        if self._is_plain():
-            self.parts.ways[rule] = [(self._choice(scope),)]
+        outer, self._rule = self._rule, ("rule", scope, name)
+        attributes = self._attributes()
+        if self._skip("::"):
+            # A parameter decides what is possible. It counts as completed.
+            self.parts.ways[self._rule] = [()]
+            self._scan(scope)
+        elif attributes.issubset({"capture"}) or self._tokens[self._place + 1].kind in ("%json", "%lark", "grammar"):
+            self._take(":")
+            self.parts.ways[self._rule] = [(self._choice(scope),)]
         else:
-            # Its body is one terminal, or has a parameter that decides what is possible. It counts as completed.
-            self.parts.ways[rule] = [()]
-            _, _, tokens = self._line()
-            for token in tokens:
-                if token.kind == "rule":
-                    self.parts.mentions[rule].add(("rule", scope, token.text.lstrip("!?")))
-                elif token.kind == "%json":
-                    self._schema(token)
+            self._take(":")
+            begin, end, _ = self._line()
+            terminal: Part = "terminal", scope, self._text[begin:end]
+            # One of no tokens is empty, whatever it holds.
+            self.parts.ways[self._rule] = [()] if "max_tokens=0" in attributes else [(terminal,)]
+            self.parts.uses.append(Use(self._rule, terminal, begin, end))
         self._rule = outer
 
-    def _is_plain(self) -> bool:
-        """Takes what stands before the pieces of a rule. Returns whether it is nothing that changes their meaning."""
-        is_plain = True
+    def _attributes(self) -> set[str]:
+        """Takes the attributes of a rule. Returns their names, and ``max_tokens=0`` if that is one."""
+        found = set()
         if self._skip("["):
             while not self._skip("]"):
-                is_plain &= self._take().text in ("capture", "=", ",") or self._last.kind == "string"
-        if self._skip("::"):
-            return False
-        self._take(":")
-        return is_plain
+                name = self._take().text
+                if self._skip("="):
+                    value = self._take().text
+                    while self._next.kind not in (",", "]"):
+                        value += self._take().text
+                    name = "max_tokens=0" if (name, value) == ("max_tokens", "0") else name
+                found.add(name)
+                self._skip(",")
+        return found
+
+    def _scan(self, scope: int) -> None:
+        """Takes the rest of a definition, and notes what it refers to."""
+        assert self._rule is not None
+        _, _, tokens = self._line()
+        for token in tokens:
+            if token.kind == "rule":
+                self._use(("rule", scope, token.text.lstrip("!?")), token.begin, token.end)
+            elif token.kind == "%json":
+                self._schema(token)
 
     def _define_terminal(self, scope: int) -> None:
         name = self._take("terminal").text
@@ -282,8 +300,6 @@ class _Reader:
         return needs
 
     def _atom(self, scope: int) -> list[Part]:
-        assert self._rule is not None
-        mentions = self.parts.mentions[self._rule]
         token = self._take()
         match token.kind:
             case "(":
@@ -295,12 +311,11 @@ class _Reader:
                 self._take("]")
                 return []
             case "rule":
-                rule: Part = "rule", scope, token.text.lstrip("!?")
-                mentions.add(rule)
-                if self._skip("::"):
+                takes_parameter = self._skip("::")
+                if takes_parameter:
                     self._parameter()
-                    return []
-                return [rule]
+                rule = self._use(("rule", scope, token.text.lstrip("!?")), token.begin, self._last.end)
+                return [] if takes_parameter else [rule]
             case "%json":
                 return [self._schema(token)]
             case "%lark":
@@ -308,8 +323,7 @@ class _Reader:
                 inner = self._next.begin
                 self.items(inner)
                 self._take("}")
-                mentions.add(("rule", inner, "start"))
-                return [("rule", inner, "start")]
+                return [self._use(("rule", inner, "start"), token.begin, self._last.end)]
             case "~" | "string" | "regex" | "terminal" | "%regex":
                 return [self._terminal(scope, token)]
             case "special" | "grammar":
@@ -325,7 +339,7 @@ class _Reader:
     def _schema(self, token: _Token) -> Part:
         schema: Part = "schema", token.begin, ""
         self.parts.schemas[schema] = json.loads(self._text[token.begin + len(token.text) : token.end])
-        return self._leaf(schema, token.begin, token.end)
+        return self._use(schema, token.begin, token.end)
 
     def _terminal(self, scope: int, token: _Token) -> Part:
         """Reads the rest of a terminal that begins with ``token``."""
@@ -334,13 +348,11 @@ class _Reader:
         elif token.kind == "string" and self._skip(".."):
             self._take("string")
         end = self._last.end
-        return self._leaf(("terminal", scope, self._text[token.begin : end]), token.begin, end)
+        return self._use(("terminal", scope, self._text[token.begin : end]), token.begin, end)
 
-    def _leaf(self, part: Part, begin: int, end: int) -> Part:
-        """Notes a leaf."""
+    def _use(self, part: Part, begin: int, end: int) -> Part:
         assert self._rule is not None
-        self.parts.mentions[self._rule].add(part)
-        self.parts.leaves.append(Leaf(self._rule, part, begin, end))
+        self.parts.uses.append(Use(self._rule, part, begin, end))
         return part
 
     def _after_not(self) -> None:

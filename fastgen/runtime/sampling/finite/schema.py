@@ -22,8 +22,9 @@ from fastgen.runtime.sampling.finite.emptiness import Emptiness
 
 # How much is looked at, in schemas of each combination of choices: some 0.1 s. A schema that needs more stays as it is.
 _MOST_WORK = 200_000
-# Patterns of properties that are tried, which takes about 1 ms each.
+# How many patterns of properties are tried, and the names that they are compared with: some 0.1 s each.
 _MOST_TRIED = 100
+_MOST_COMPARED = 500
 # Keywords whose value is a schema, a list of schemas (or a schema), and an object of schemas.
 _ONE = ("additionalProperties", "additionalItems")
 _SOME = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -31,6 +32,8 @@ _NAMED = ("properties", "patternProperties")
 _CHOICES = ("anyOf", "oneOf")
 # Keywords beside which a reference stands for what it names.
 _ANNOTATIONS = {"$ref", "title", "description", "default", "examples", "$comment"}
+# Keywords that divide those before them from those after them.
+_IN_PLACE = {"const", "enum", "allOf", "anyOf", "oneOf", "$ref"}
 _COMPOSED = {"array", "object"}
 _TYPES = {"null", "boolean", "integer", "number", "string"} | _COMPOSED
 # The draft that has ``prefixItems``; it is also that of a schema without ``$schema``.
@@ -58,7 +61,7 @@ def with_finite_parts(schema: Any, emptiness: Emptiness) -> bool:
     """
     is_changed = _remove_covered_patterns(_Places(schema).all, emptiness)
     try:
-        return _forbid_endless(_Places(schema)) or is_changed
+        return _forbid_endless(_Places(schema), emptiness) or is_changed
     except (_TooLargeError, RecursionError):
         return is_changed
 
@@ -76,6 +79,9 @@ class _Places:
         self.all: list[dict[str, Any]] = []
         # Whether references may be relative to something else than the root.
         self._has_bases = False
+        # Whether all of it is of a draft that has ``prefixItems``.
+        self.is_newest = True
+        self._targets: dict[str, Any] = {}
         seen: set[int] = set()
         pending = [root]
         while pending:
@@ -85,15 +91,23 @@ class _Places:
             seen.add(id(schema))
             self.all.append(schema)
             self._has_bases |= self._is_base(schema)
+            self.is_newest &= _NEWEST_DRAFT in str(schema.get("$schema", _NEWEST_DRAFT))
             pending += [holder[key] for holder, key in _holders(schema)]
             pending.append(self.target(schema))
 
     def target(self, schema: dict[str, Any]) -> Any:
         """Returns the schema that the ``$ref`` of ``schema`` names; ``True`` where there is none that is known."""
         reference = schema.get("$ref")
-        if reference == "#":
-            return True if self._has_bases else self.root
-        if not isinstance(reference, str) or not reference.startswith("#/") or self._has_bases:
+        if not isinstance(reference, str) or self._has_bases:
+            return True
+        if reference not in self._targets:
+            self._targets[reference] = self._named(reference)
+        return self._targets[reference]
+
+    def _named(self, reference: str) -> Any:
+        if reference in ("", "#"):
+            return self.root
+        if not reference.startswith("#/"):
             return True
         place = self.root
         for step in unquote(reference[2:]).split("/"):
@@ -107,7 +121,9 @@ class _Places:
         return place
 
     def _is_base(self, place: Any) -> bool:
-        return place is not self.root and isinstance(place, dict) and isinstance(place.get("$id"), str)
+        if place is self.root or not isinstance(place, dict):
+            return False
+        return isinstance(place.get("$id"), str) or isinstance(place.get("id"), str)  # as of draft 4
 
 
 def _holders(schema: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
@@ -124,13 +140,13 @@ def _holders(schema: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
         yield from ((schema[name], key) for key in _object(schema, name))
 
 
-def _forbid_endless(places: _Places) -> bool:
+def _forbid_endless(places: _Places, emptiness: Emptiness) -> bool:
     """Makes unsatisfiable what has no finite value. Returns whether there was any. Raises as its caller does, and
     ``_TooLargeError``.
     """
     if not any("$ref" in schema for schema in places.all):
         return False
-    ways = _Ways(places)
+    ways = _Ways(places, emptiness)
     found = derivable(ways.of_all())
     endless = [
         (holder, key)
@@ -146,22 +162,21 @@ def _forbid_endless(places: _Places) -> bool:
                     f"another, without end; let it be left out, be null or be empty somewhere"
                 )
     for holder, key in endless:
-        # At the end, so that a reference still comes first. What is inside may be referred to from elsewhere.
-        forbidden = dict(holder[key])
-        forbidden["allOf"] = [*_list(forbidden, "allOf"), False]
-        holder[key] = forbidden
+        # What is inside stays, since it may be referred to from elsewhere. At the end, and first there: a reference
+        # before it is not followed, and nothing after it is joined with one.
+        forbidden = {name: value for name, value in holder[key].items() if name != "allOf"}
+        holder[key] = forbidden | {"allOf": [False, *_list(holder[key], "allOf")]}
     return bool(endless)
 
 
 class _Ways:
     """How values of schemas can be completed: what must be completed inside them."""
 
-    def __init__(self, places: _Places):
-        self._places = places
+    def __init__(self, places: _Places, emptiness: Emptiness):
+        self._places, self._emptiness = places, emptiness
         self._schemas: dict[int, Any] = {}
         self._named: dict[int, Any] = {}
         self._work = 0
-        self._has_prefix_items = _NEWEST_DRAFT in str(places.root.get("$schema", _NEWEST_DRAFT))
 
     def together(self, schemas: Iterable[Any]) -> _Together:
         """Returns the key of what must hold together."""
@@ -250,10 +265,13 @@ class _Ways:
         prefixes, rests = [], []
         for schema in schemas:
             items = schema.get("items")
-            is_list = isinstance(items, list)
-            prefix = items if is_list else _list(schema, "prefixItems") if self._has_prefix_items else []
-            prefixes.append(prefix or [])
-            rests.append(schema.get("additionalItems") if is_list else items)
+            if isinstance(items, list):
+                prefixes.append(items)
+                rests.append(schema.get("additionalItems") if schema.keys().isdisjoint(_IN_PLACE) else True)
+            else:
+                has_prefix = self._places.is_newest and "additionalItems" not in schema
+                prefixes.append(_list(schema, "prefixItems") if has_prefix else [])
+                rests.append(items)
         # After the longest prefix all items are alike.
         num_items = min(_most(schemas, "minItems"), 1 + max(map(len, prefixes)))
         return tuple(
@@ -278,16 +296,19 @@ class _Ways:
 
     def _property(self, schemas: list[dict[str, Any]], name: str | None) -> _Together:
         """Returns what the property ``name`` must satisfy, or for ``None`` one that no schema names. What patterns ask
-        is left out.
+        of that is left out.
         """
         self._spend(len(schemas))
         found = []
         for schema in schemas:
-            properties = _object(schema, "properties")
-            if name in properties:
-                found.append(properties[name])
-            elif not _object(schema, "patternProperties"):
-                found.append(schema.get("additionalProperties"))
+            properties, patterns = _object(schema, "properties"), _object(schema, "patternProperties")
+            asked = [properties[name]] if name in properties else []
+            if name is not None:
+                self._spend(100 * len(patterns))
+                asked += [own for pattern, own in patterns.items() if self._emptiness.matches(pattern, name)]
+            if not asked and not (name is None and patterns):
+                asked = [schema.get("additionalProperties")]
+            found += asked
         return self.together(found)
 
 
@@ -296,26 +317,39 @@ def _remove_covered_patterns(schemas: list[dict[str, Any]], emptiness: Emptiness
     comma could come that nothing can follow. The named properties keep what the pattern asks of them. Returns whether
     there were any.
     """
-    num_changed = num_tried = 0
+    num_changed = num_tried = num_compared = 0
     for schema in schemas:
-        patterns = _object(schema, "patternProperties")
-        names = list(dict.fromkeys((*_object(schema, "properties"), *_names(schema))))
-        if not patterns or not names or schema.get("additionalProperties") is not False:
+        patterns, properties = _object(schema, "patternProperties"), _object(schema, "properties")
+        if not patterns or schema.get("additionalProperties") is not False:
             continue
-        for pattern, asked in list(patterns.items()):
+        # Properties that are named as required only come after the others.
+        names = list(dict.fromkeys((*properties, *_names(schema))))
+        covered = []
+        for pattern in patterns:
+            num_tried, num_compared = num_tried + 1, num_compared + len(names)
+            if num_tried > _MOST_TRIED or num_compared > _MOST_COMPARED:
+                break
             # Without an anchor at its beginning it matches names without number.
-            if not ("^" in pattern or r"\A" in pattern) or num_tried == _MOST_TRIED:
-                continue
-            num_tried += 1
-            if not emptiness.is_covered(pattern, names):
-                continue
-            properties = schema.setdefault("properties", {})
-            for name in names:
-                if emptiness.matches(pattern, name):
-                    properties[name] = {"allOf": [properties[name], asked]} if name in properties else asked
-            del patterns[pattern]
+            if names and ("^" in pattern or r"\A" in pattern) and emptiness.is_covered(pattern, names):
+                covered.append(pattern)
+        if covered:
+            own = schema["properties"] = {
+                name: properties.get(name, any(emptiness.matches(each, name) for each in patterns)) for name in names
+            }
+            for pattern in covered:
+                asked = patterns.pop(pattern)
+                for name in names:
+                    if emptiness.matches(pattern, name):
+                        own[name] = _joined(own[name], asked)
             num_changed += 1
     return num_changed > 0
+
+
+def _joined(schema: Any, other: Any) -> Any:
+    """Returns a schema that asks for both. What is inside ``schema`` keeps its place, since it may be referred to."""
+    if not isinstance(schema, dict):
+        return schema and other
+    return schema | {"allOf": [*_list(schema, "allOf"), other]}
 
 
 def _types(schema: dict[str, Any]) -> set[str]:
