@@ -99,7 +99,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 # Most kinds of structure once: these are proposed in every run, renamed; all others only in slow runs.
-FAST: Final = frozenset(("gpt2", "opt", "phi", "qwen3"))
+FAST: Final = frozenset(("cohere", "gpt2", "mistral", "opt", "phi", "qwen3"))
 
 
 @pytest.mark.parametrize(

@@ -107,11 +107,17 @@ def fold(name: str) -> str:
 def nearest_recipes(
     config: Mapping[str, Any], shapes: Mapping[str, Shape], recipes: Iterable[Recipe]
 ) -> list[Nearness]:
-    """Sorts ``recipes``, the nearest first, for a checkpoint with this ``config.json`` and these tensor ``shapes``."""
+    """Sorts ``recipes``, the nearest first, for a checkpoint with this ``config.json`` and these tensor ``shapes``. Of
+    equally near ones the plainest comes first: one that extends no other, with the shortest text.
+    """
     found, sample = _folded(shapes), _sample(shapes)
     known = _numbers_from_shapes(config, found)
     measured = [_nearness(recipe, config, found, sample, known) for recipe in recipes]
-    return sorted(measured, key=lambda each: (-each.score, len(each.recipe.text), each.recipe.name))
+
+    def order(each: Nearness) -> tuple[float, bool, int, str]:
+        return -each.score, each.recipe.extends is not None, len(each.recipe.text), each.recipe.name
+
+    return sorted(measured, key=order)
 
 
 def hint(config: Mapping[str, Any], directory: Path | None, recipes: Iterable[Recipe]) -> str:
@@ -216,8 +222,8 @@ def _nearness(
     total = sum(each.count for each in found)
     mentioned = {path[0] for path in mentioned_paths(recipe)}
     stated = {key for key in config if key not in INERT and key not in HARMLESS}
-    accounted = stated & (mentioned | set(recipe.schema.ignores.config))
-    keys = len(accounted) / max(1, len(stated | mentioned))
+    known_keys = mentioned | set(recipe.schema.ignores.config)
+    keys = len(stated & known_keys) / max(1, len(stated | known_keys))
     try:
         content = translated(config, recipe, known)
         unread = unread_keys(recipe, content)
