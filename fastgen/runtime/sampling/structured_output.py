@@ -143,7 +143,7 @@ class _Vocabulary:
             ) from error
         self._in_head = self.mask_of(token_id for token_id in range(vocab_size) if token_id != self._end_id)
         self._limits = self._library.LLParserLimits(**_LIMITS, verbose_errors=False)
-        self._emptiness = Emptiness(self._library, self._limits)
+        self._bytes = self._library.LLTokenizer("byte")
         self.all_tokens = self.mask_of(range(vocab_size))
 
     def mask_of(self, token_ids: Iterable[int]) -> Mask:
@@ -160,7 +160,7 @@ class _Vocabulary:
             if kind == "grammar":
                 text = _in_lark(text)
             start = self._start(kind, text)
-            finite = _FINITE[kind](text, self._emptiness) if kind in _FINITE else text
+            finite = _FINITE[kind](text, self.emptiness()) if kind in _FINITE else text
         except ValueError as error:
             raise InvalidArgumentError(f"{refused}: {error}") from None
         if finite != text:
@@ -179,6 +179,10 @@ class _Vocabulary:
                         f"{names[0]!r:.40} the first; make more of them required ({reason})"
                     )
         return start
+
+    def emptiness(self) -> Emptiness:
+        """Returns what says whether pieces of one format have a text. It keeps what it compiles for that."""
+        return Emptiness(self._library, self._bytes, self._limits)
 
     def _start(self, kind: Kind, text: str) -> Any:
         """Returns the library's matcher for ``text``. Raises ``ValueError`` where there is none."""

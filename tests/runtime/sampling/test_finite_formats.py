@@ -270,7 +270,7 @@ def test_what_can_be_ended_stays_as_it_is(grammars: Grammars, schema: dict[str, 
     matcher(grammars, of_schema(schema))
     assert grammars._vocabulary is not None
     for text in (json.dumps(schema), f'{{"const": {"1" * 5000}}}'):
-        assert finite_schemas.finite_schema(text, grammars._vocabulary._emptiness) is text
+        assert finite_schemas.finite_schema(text, grammars._vocabulary.emptiness()) is text
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_a_pattern_that_matches_named_properties_only_is_left_out(
         return
     matcher(grammars, of_schema(schema))
     assert grammars._vocabulary is not None
-    assert not finite_schemas.with_finite_parts(schema, grammars._vocabulary._emptiness)
+    assert not finite_schemas.with_finite_parts(schema, grammars._vocabulary.emptiness())
 
 
 def drawn(rng: random.Random, names: list[str], depth: int = 0) -> dict[str, Any]:
@@ -563,7 +563,7 @@ def test_alternatives_without_a_finite_text_are_left_out(
 def test_a_grammar_of_which_nothing_is_known_to_have_no_text_stays_as_it_is(grammars: Grammars, text: str) -> None:
     matcher(grammars, of_grammar(text))
     assert grammars._vocabulary is not None
-    assert finite_grammars.finite_grammar(text, grammars._vocabulary._emptiness) == text
+    assert finite_grammars.finite_grammar(text, grammars._vocabulary.emptiness()) == text
 
 
 @pytest.mark.parametrize(
@@ -653,7 +653,7 @@ def test_what_the_reader_does_not_know_is_left_to_the_library(grammars: Grammars
         read_lark(text)
     grammars.prepare()
     assert grammars._vocabulary is not None
-    assert finite_grammars.finite_grammar(text, grammars._vocabulary._emptiness) is text
+    assert finite_grammars.finite_grammar(text, grammars._vocabulary.emptiness()) is text
 
 
 # Size
@@ -670,7 +670,7 @@ def test_a_format_may_lead_from_one_part_to_the_next_thousands_of_times(grammars
 def test_what_takes_long_to_look_at_stays_as_it_is(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars.prepare()
     assert grammars._vocabulary is not None
-    emptiness = grammars._vocabulary._emptiness
+    emptiness = grammars._vocabulary.emptiness()
     schema = with_endless({"anyOf": [TO_ENDLESS, NULL]})
     many = {f"{number}": CLOSED | {"properties": {"a": {}}, "patternProperties": {"^a$": NULL}} for number in range(3)}
     objects = {"type": "object", "properties": many}
@@ -688,6 +688,6 @@ def test_terminals_beyond_the_library_s_limits_count_as_having_a_text(grammars: 
     grammars.prepare()
     assert grammars._vocabulary is not None
     long = "(" + "|".join(f"a{{1,{number}}}b{number}" for number in range(1, 300)) + "){1,90}"
-    assert grammars._vocabulary._emptiness.empty_terminals("", [f"/{long}/ & /[^c]*c/", "/a/ & /b/"]) in (set(), {1})
-    assert grammars._vocabulary._emptiness.empty_terminals("", ["/a/ & /b/", "/a/", "NOT-DEFINED"]) == set()
-    assert list(chain(grammars._vocabulary._emptiness.empty_terminals("A: /a/", ["A & /b/", "A & /[ab]/"]))) == [0]
+    assert grammars._vocabulary.emptiness().empty_terminals("", [f"/{long}/ & /[^c]*c/", "/a/ & /b/"]) in (set(), {1})
+    assert grammars._vocabulary.emptiness().empty_terminals("", ["/a/ & /b/", "/a/", "NOT-DEFINED"]) == set()
+    assert list(chain(grammars._vocabulary.emptiness().empty_terminals("A: /a/", ["A & /b/", "A & /[ab]/"]))) == [0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence as SequenceOf
-from functools import cached_property
 from typing import Any
 
 from fastgen.runtime.requests.response_format import COMPACT_JSON_OPTIONS
@@ -12,20 +11,16 @@ from fastgen.runtime.sampling.matcher import message_of
 
 
 class Emptiness:
-    """Answers by the library's own lexer, on a vocabulary of single bytes.
+    """Answers by the library's own lexer, for the pieces of one format.
 
-    ``library`` is the module ``llguidance``; ``limits`` are its limits for a grammar. What it cannot say within them
-    counts as having a text.
+    ``library`` is the module ``llguidance``; ``bytes_`` is its tokenizer of single bytes; ``limits`` are its limits for
+    a grammar. What it cannot say within them counts as having a text.
     """
 
-    def __init__(self, library: Any, limits: Any):
-        self._library, self._limits = library, limits
+    def __init__(self, library: Any, bytes_: Any, limits: Any):
+        self._library, self._bytes, self._limits = library, bytes_, limits
         # For each pattern of properties, an object that has only these.
         self._patterns: dict[str, Any] = {}
-
-    @cached_property
-    def _bytes(self) -> Any:
-        return self._library.LLTokenizer("byte")
 
     def empty_terminals(self, definitions: str, terminals: SequenceOf[str]) -> set[int]:
         """Returns the numbers of those ``terminals`` that match no text.
