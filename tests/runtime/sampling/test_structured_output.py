@@ -43,21 +43,8 @@ from tests.runtime.constrained import (
     check_json,
     drawn_schema,
     pattern,
-    save_byte_tokenizer,
     unforced,
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    save_byte_tokenizer(directory)
-    return AutoTokenizer.from_pretrained(directory)
-
-
-@pytest.fixture(scope="module")
-def grammars(tokenizer: Any) -> Grammars:
-    return Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
 
 
 def matcher(grammars: Grammars, response_format: dict[str, Any], **fields: Any) -> Matcher:
@@ -103,7 +90,7 @@ def can_become(case: Case, text: bytes) -> bool:
 def test_an_answer_in_a_part_that_never_ends_fails_with_that_reason(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a grammar would that is not known where such parts are looked for."""
+    """Here such parts are not looked for, as in a grammar that the look does not know."""
     monkeypatch.delitem(structured_output._FINITE, "grammar")
     grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
     letters = {text: token_id for token_id, text in texts_of(tokenizer).items()}

@@ -73,7 +73,7 @@ def finite_grammar(text: str, emptiness: Emptiness) -> str:
 
 
 def _is_missing(use: Use, parts: LarkParts, finite: set[Part], found: set[Part]) -> bool:
-    """Returns whether a rule with a text refers to what has none."""
+    """Returns whether a rule with a text refers to what has none. Rules that count as completed stay as they are."""
     return use.rule in finite and use.part not in found and parts.ways[use.rule] != [()]
 
 

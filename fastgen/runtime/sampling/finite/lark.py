@@ -62,7 +62,7 @@ class Use:
 
 @dataclass
 class Scope:
-    """What a grammar defines, apart from rules: terminals, with the names in their definitions."""
+    """Holds the terminals that a grammar defines, each with the names in its definition."""
 
     definitions: dict[str, tuple[str, set[str]]] = field(default_factory=dict)
     # Lines with ``%import``, which define terminals too.
