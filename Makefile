@@ -67,7 +67,7 @@ lint: setup  ## check lint and format
 	@$(bin)/python -m ruff check --quiet . && echo "check: lint passed"
 	@$(bin)/python -m ruff format --quiet --check . && echo "check: format passed"
 
-types: setup  ## check the types of the package
+types: setup  ## check the types of the package, the benchmarks and the tools
 	@$(bin)/python -m mypy --no-error-summary && echo "check: types passed"
 
 imports: setup  ## check the import contracts of pyproject.toml

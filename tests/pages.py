@@ -18,3 +18,8 @@ def section(page: Path, title: str) -> str:
     """Returns the section below the heading ``title``."""
     (found,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     return str(found)
+
+
+def anchor(title: str) -> str:
+    """Returns the name by which links call a heading."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")

@@ -49,6 +49,7 @@ def render(results: Path = RESULTS, template: str = "status.md.j2") -> str:
     )
     environment.filters |= {"range": spread, "median": statistics.median, "within_turns": within_turns}
     environment.filters |= {"keeps_goals": keeps_goals, "over_rounds": over_rounds, "by_target": by_target}
+    environment.filters["kind_of_attack"] = lambda how: how.partition(":")[0]
     return environment.from_string((ROOT / "tools" / template).read_text()).render(
         newest=lambda kind: newest(results, kind),
         speeds_of=newest_of_each_model(results),
@@ -105,9 +106,12 @@ def gpu_goals(results: Path, kind: str) -> dict[str, Any]:
 
 
 def token_gaps(results: Path) -> dict[str, dict[str, Any]]:
-    """Returns the newest measurement of token gaps, ``quiet``, and one beside other work, ``busy``, if it is as new."""
-    quiet, busy = newest(results, "token_gaps"), newest(results, "token_gaps_busy_machine")
-    return {"quiet": quiet} | ({"busy": busy} if busy["date"] >= quiet["date"] else {})
+    """Returns the newest measurement of token gaps, ``quiet``. With it come one beside other work, ``busy``, and one of
+    a single target, ``quiet, one target``, if they are as new."""
+    quiet = newest(results, "token_gaps")
+    more = {"busy": "token_gaps_busy_machine", "quiet, one target": "token_gaps_40_ms"}
+    others = {label: newest(results, kind) for label, kind in more.items()}
+    return {"quiet": quiet} | {label: file for label, file in others.items() if file["date"] >= quiet["date"]}
 
 
 def by_target(runs: Sequence[dict[str, Any]]) -> dict[float | None, list[dict[str, Any]]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pages import anchor
 from tests.project.course import PAGE, TextError, alike, followed
 from tests.project.reference_tables import own_keys, sections
 
@@ -29,20 +30,6 @@ def test_nothing_in_the_course_is_left_undone() -> None:
     kinds = [words.split()[0] if words.strip().startswith("from") else language for language, words in openings]
     for kind, least in {"console": 20, "from": 20, "yaml": 9, "diff": 3, "python": 4}.items():
         assert kinds.count(kind) >= least, kind
-
-
-def anchor(title: str) -> str:
-    """Returns the name by which links call a heading."""
-    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
-
-
-@pytest.mark.parametrize("page", [PAGE, REFERENCE], ids=["course", "reference"])
-def test_links_lead_to_headings(page: Path) -> None:
-    links = re.findall(r"\]\(([\w.-]*)#([^)]+)\)", page.read_text("utf-8"))
-    assert len(links) >= 8
-    for file, place in links:
-        text = (page.parent / file if file else page).read_text("utf-8")
-        assert place in map(anchor, re.findall(r"^#+ (.+)$", text, re.MULTILINE)), f"{file}#{place}"
 
 
 RECIPE = (PAGE.parents[1] / "recipes" / "mistral.yaml").read_text("utf-8")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,11 @@ from fastgen.models.checkpoint.builtins import BUILTINS
 from fastgen.models.recipe.recipe import load_recipe
 from fastgen.models.resolve.resolve import resolve
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from tests.pages import ROOT, blocks
+from tests.pages import ROOT, anchor, blocks
 
 PAGES = [
-    *(
-        ROOT / each
-        for each in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "training/README.md", "benchmarks/README.md")
-    ),
+    *(ROOT / each for each in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "training/README.md")),
+    *sorted((ROOT / "benchmarks").rglob("README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 
@@ -70,9 +69,21 @@ def test_the_sampling_page_has_a_row_for_each_field() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)\)", page.read_text())
-    missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
-    assert missing == []
+    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    assert [target for target in targets if "://" not in target and not leads_somewhere(page, target)] == []
+
+
+def leads_somewhere(page: Path, target: str) -> bool:
+    """Returns whether a link of ``page`` names a file that exists and, after a ``#``, one of its headings."""
+    name, _, heading = target.partition("#")
+    file = page.parent / name if name else page
+    return file.exists() and (not heading or heading in anchors(file))
+
+
+@cache
+def anchors(file: Path) -> set[str]:
+    """Returns the names by which links call the headings of a page."""
+    return set(map(anchor, re.findall(r"^#+ (.+)$", file.read_text("utf-8"), re.MULTILINE)))
 
 
 def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,9 @@ def test_arguments_of_tools_without_whitespace(client: openai.OpenAI) -> None:
         tools=[{"type": "function", "function": {"name": "fox", "parameters": FOX}}], tool_choice="required",
         extra_body={"structured_outputs": {"disable_any_whitespace": True}},
     )  # fmt: skip
-    for call in found.choices[0].message.tool_calls or []:
+    calls = found.choices[0].message.tool_calls
+    assert calls
+    for call in calls:
         arguments = call.function.arguments  # type: ignore[union-attr]
         assert arguments == json.dumps(json.loads(arguments), separators=(",", ":"))
 

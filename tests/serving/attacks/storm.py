@@ -23,7 +23,8 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -319,6 +320,23 @@ def come_first() -> bool:
     return True
 
 
+@contextmanager
+def server_on_half_the_cores(directory: Path) -> Iterator[tuple[ServerProcess, bool]]:
+    """Yields a server on one half of the cores, while this process runs on the other, and whether it comes first there.
+    The server is :func:`badly_placed`, with its files in ``directory``.
+    """
+    cores = os.sched_getaffinity(0)
+    ours, theirs = halves(cores)
+    os.sched_setaffinity(0, theirs)  # the server takes over what it is started with
+    try:
+        with badly_placed(directory, *FLAGS) as server:
+            os.sched_setaffinity(0, ours)
+            yield server, come_first()
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        os.sched_setaffinity(0, cores)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120, help="of all turns beside attacks, together")
@@ -340,11 +358,8 @@ def main() -> None:
         "streams": given.streams,
     }
     pool = draw_pool(random.Random(0), 40)
-    ours, theirs = halves(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, theirs)  # the server takes over what it is started with
-    with tempfile.TemporaryDirectory() as directory, badly_placed(Path(directory), *FLAGS) as server:
-        os.sched_setaffinity(0, ours)
-        about["honest clients come first"] = come_first()
+    with tempfile.TemporaryDirectory() as directory, server_on_half_the_cores(Path(directory)) as (server, is_first):
+        about["honest clients come first"] = is_first
         sizes = {"seconds": given.seconds, "num_streams": given.streams, "num_turns": given.turns}
         found = run(server, pool, is_large=True, kinds=given.only, **sizes)
     about |= found.summary()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.attacks.storm import FLAGS, MAX_MEMORY_GROWTH, Found, attacks, run
+from tests.serving.attacks.storm import FLAGS, MAX_MEMORY_GROWTH, Found, attacks, run, server_on_half_the_cores
 from tests.serving.attacks.surroundings import badly_placed
 from tests.serving.storm import Known, draw_pool
 
@@ -34,9 +34,10 @@ def test_a_small_storm_of_all_attacks(pool: list[Known], tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_honest_streams_in_a_storm_of_all_attacks(pool: list[Known], tmp_path: Path) -> None:
-    with badly_placed(tmp_path, *FLAGS) as server:
+    with server_on_half_the_cores(tmp_path) as (server, is_first):
         found = run(server, pool, seconds=120, num_streams=50, is_large=True)
     check(found)
     print(found.summary())
-    # Not to that alone: on two cores the attackers' own work alone, whatever they send, more than doubles the gaps.
     assert found.p99_ratio(found.control) <= 2.0
+    # Where honest clients do not come first, the attackers' own work more than doubles the gaps, whatever they send.
+    assert not is_first or found.p99_ratio(found.alone) <= 2.0
