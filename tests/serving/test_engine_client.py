@@ -34,12 +34,12 @@ from fastgen.serving.engine.messages import (
     EngineFacts,
     Reply,
     Report,
+    SamplingPacker,
+    SamplingUnpacker,
     Submit,
     encoder,
     has_come,
-    pack_sampling,
     to_server,
-    unpack_sampling,
 )
 from fastgen.serving.isolated.encoding import encoder as encoder_messages
 from fastgen.serving.isolated.grammars import trial
@@ -184,8 +184,20 @@ def _answer(output: fastgen.GenerationOutput) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 - 1, 2**70 + 3, -(2**70)])
 def test_any_integer_is_a_seed(seed: int) -> None:
-    packed = msgspec.msgpack.decode(encoder.encode(pack_sampling(SamplingParams(temperature=1.0, seed=seed))))
-    assert unpack_sampling(packed) == SamplingParams(temperature=1.0, seed=seed % 2**64)
+    packed = SamplingPacker().pack(SamplingParams(temperature=1.0, seed=seed))
+    assert SamplingUnpacker().unpack(packed) == SamplingParams(temperature=1.0, seed=seed % 2**64)
+
+
+def test_equal_sampling_parameters_are_one_object_as_long_as_a_request_has_them() -> None:
+    packer, unpacker = SamplingPacker(), SamplingUnpacker()
+    first, second = (SamplingParams(temperature=1.0, stop_token_ids=[each]) for each in (5, 6))
+    packed = [bytes(packer.pack(each)) for each in (first, first, second, first, SamplingParams())]
+    assert packed[0] == packed[1] == packed[3]
+    found = [unpacker.unpack(msgspec.Raw(each)) for each in packed]
+    assert found == [first, first, second, first, SamplingParams()]
+    assert found[0] is found[1] is found[3]
+    del found
+    assert not unpacker._shared
 
 
 def an_engine(watcher: Any) -> EngineClient:

@@ -28,13 +28,13 @@ from fastgen.serving.engine.messages import (
     Open,
     Reply,
     Report,
+    SamplingPacker,
     Status,
     Stop,
     Submit,
     ToEngine,
     encoder,
     has_come,
-    pack_sampling,
     to_server,
 )
 from fastgen.serving.engine.process import EngineLoop
@@ -299,7 +299,7 @@ def test_a_request_that_is_cancelled_while_its_format_is_compiled_never_begins(p
     grammars: Any = _Grammars()
     process.loop._formats = FormatThread(grammars)
     process.loop._formats.close = lambda: None  # type: ignore[method-assign]
-    sampling = pack_sampling(SamplingParams(response_format=ResponseFormat("regex", "a")))
+    sampling = SamplingPacker().pack(SamplingParams(response_format=ResponseFormat("regex", "a")))
     process.next_status()
     process.parent.send(Submit(1, [5], sampling, True))
     process.run(lambda: grammars.begun)

@@ -8,20 +8,22 @@ import pytest
 
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.http.openai.requests import ChatRequest, CompletionRequest
-from fastgen.serving.http.openai.sampling import chat_sampling, completion_sampling, named_refusal
+from fastgen.serving.http.openai.sampling import chat_sampling, completion_sampling, completion_tokens, named_refusal
 from fastgen.serving.refusals import BadRequestError
 
-FACTS = {"defaults": SamplingParams(temperature=0.7, top_k=5), "max_model_len": 100, "vocab_size": 1000}
+MAX_MODEL_LEN = 100
+FACTS = {"defaults": SamplingParams(temperature=0.7, top_k=5), "vocab_size": 1000}
 
 
 def of_completion(num_prompt_tokens: int = 10, **fields: Any) -> SamplingParams:
     request = CompletionRequest.model_validate({"model": "m", "prompt": "Once", **fields})
-    return completion_sampling(request, num_prompt_tokens, **FACTS)  # type: ignore[arg-type]
+    wanted = completion_tokens(request, num_prompt_tokens, MAX_MODEL_LEN)
+    return completion_sampling(request, wanted, **FACTS)  # type: ignore[arg-type]
 
 
 def of_chat(num_prompt_tokens: int = 10, **fields: Any) -> SamplingParams:
     request = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "Hello"}], **fields})
-    return chat_sampling(request, num_prompt_tokens, None, **FACTS)  # type: ignore[arg-type]
+    return chat_sampling(request, num_prompt_tokens, None, max_model_len=MAX_MODEL_LEN, **FACTS)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ from fastgen.serving.engine.messages import (
     EngineFacts,
     Reply,
     Report,
+    SamplingPacker,
     Status,
     Submit,
-    pack_sampling,
 )
 from fastgen.serving.engine.open_requests import OpenRequests
 from fastgen.serving.engine.request import EngineRequest, EngineWatcher
@@ -47,6 +47,7 @@ class EngineClient:
         self.process = EngineProcess(arguments, self, timeout_s=timeout_s)
         self.status = Status(0, 0, 0)
         self._numbers = count()
+        self._packer = SamplingPacker()
         self._requests = OpenRequests(watcher, self.process.answered)
         self._asked: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._counting: asyncio.Task[None] | None = None
@@ -101,7 +102,7 @@ class EngineClient:
         """
         self.check_ready()
         request = EngineRequest(next(self._numbers), len(prompt_ids), sampling, arrived_s)
-        self.process.send(Submit(request.number, prompt_ids, pack_sampling(sampling), is_stream))
+        self.process.send(Submit(request.number, prompt_ids, self._packer.pack(sampling), is_stream))
         self._requests.add(request)
         return request
 
@@ -123,7 +124,7 @@ class EngineClient:
 
     async def refusal(self, prompt_ids: list[int], sampling: SamplingParams) -> str | None:
         """Returns why the engine would refuse such a request, or ``None``. Raises like :meth:`ask`."""
-        asked = Check(next(self._numbers), prompt_ids, pack_sampling(sampling))
+        asked = Check(next(self._numbers), prompt_ids, self._packer.pack(sampling))
         return msgspec.msgpack.decode(await self._reply_to(asked), type=str | None)
 
     def replica_views(self) -> list[ReplicaView]:

@@ -8,6 +8,7 @@ once.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 import zmq
@@ -26,8 +27,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
 
     number: int
     prompt_ids: list[int]
-    # The fields that differ from the defaults of ``SamplingParams``; see :func:`pack_sampling`.
-    sampling: dict[str, Any]
+    # See :class:`SamplingPacker`.
+    sampling: msgspec.Raw
     is_stream: bool
 
 
@@ -59,7 +60,7 @@ class Check(msgspec.Struct, tag="check", array_like=True):
 
     number: int
     prompt_ids: list[int]
-    sampling: dict[str, Any]
+    sampling: msgspec.Raw
 
 
 class Open(msgspec.Struct, tag="open", array_like=True):
@@ -206,24 +207,40 @@ def has_come(socket: zmq.Socket[bytes]) -> bool:
 _DEFAULTS = vars(SamplingParams())
 
 
-def pack_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """Returns the fields of ``sampling`` that differ from the defaults. The seed is reduced to its effective
-    64 bits.
+class SamplingPacker:
+    """Packs the sampling parameters of requests. The prompts of one call share theirs, which are packed once: a long
+    format, or many biases, take milliseconds.
     """
-    fields = {name: value for name, value in vars(sampling).items() if value != _DEFAULTS[name]}
-    if sampling.seed is not None:
-        fields["seed"] = sampling.seed % 2**64
-    return fields
+
+    def __init__(self) -> None:
+        self._last, self._packed = SamplingParams(), msgspec.Raw(encoder.encode({}))
+
+    def pack(self, sampling: SamplingParams) -> msgspec.Raw:
+        """Returns the fields of ``sampling`` that differ from the defaults. The seed is reduced to its effective
+        64 bits.
+        """
+        if sampling is not self._last:
+            fields = {name: value for name, value in vars(sampling).items() if value != _DEFAULTS[name]}
+            if sampling.seed is not None:
+                fields["seed"] = sampling.seed % 2**64
+            self._last, self._packed = sampling, msgspec.Raw(encoder.encode(fields))
+        return self._packed
 
 
-def format_of(message: Submit | Check) -> ResponseFormat | None:
-    """Returns the format that a request's answer must have."""
-    fields = message.sampling.get("response_format")
-    return None if fields is None else ResponseFormat(**fields)
+class SamplingUnpacker:
+    """Unpacks what :class:`SamplingPacker` has packed. Equal parameters are one object as long as a request has them,
+    so that they are checked once, and a long format is in memory once.
+    """
 
+    def __init__(self) -> None:
+        self._shared: WeakValueDictionary[bytes, SamplingParams] = WeakValueDictionary()
 
-def unpack_sampling(fields: dict[str, Any]) -> SamplingParams:
-    """Returns the argument of :func:`pack_sampling`."""
-    if (response_format := fields.get("response_format")) is not None:
-        fields = fields | {"response_format": ResponseFormat(**response_format)}
-    return SamplingParams(**fields)
+    def unpack(self, packed: msgspec.Raw) -> SamplingParams:
+        """Returns the sampling parameters. Raises ``InvalidArgumentError`` if they are not valid."""
+        key = bytes(packed)
+        if (sampling := self._shared.get(key)) is None:
+            fields: dict[str, Any] = msgspec.msgpack.decode(key)
+            if (response_format := fields.get("response_format")) is not None:
+                fields["response_format"] = ResponseFormat(**response_format)
+            self._shared[key] = sampling = SamplingParams(**fields)
+        return sampling

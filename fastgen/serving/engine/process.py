@@ -8,6 +8,7 @@ ends when the process ``PARENT`` does.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -28,6 +29,7 @@ from fastgen.runtime.answers.generation import Completion, Generation
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.loading import load
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies import make_policy
 from fastgen.runtime.step.faults import cause_of
 from fastgen.serving.engine.connections import Connection, Connections
@@ -46,13 +48,12 @@ from fastgen.serving.engine.messages import (
     Ready,
     Refused,
     Reply,
+    SamplingUnpacker,
     Status,
     Stop,
     Submit,
     ToEngine,
     encoder,
-    format_of,
-    unpack_sampling,
 )
 from fastgen.serving.engine.recordings import Recordings
 from fastgen.serving.monitoring.live import live_view
@@ -65,6 +66,8 @@ STATUS_S = 0.25
 # Steps shorter than this are not reported one by one, because a report would cost as much as a step. The later tokens
 # of a stream may wait this long, and for the end of a step. First tokens and ends never wait.
 PACE_S = 0.005
+# How long messages of a connection are taken before the next step: a call may have thousands of prompts.
+_TAKEN_S = 0.01
 # The longest sleep of an idle engine while a format is compiled.
 _FORMAT_S = 0.002
 
@@ -82,11 +85,14 @@ ANSWERS: dict[str, Callable[[Engine], Any]] = {
 class _Open:
     """A request that has not ended, and how much of it was reported."""
 
-    __slots__ = ("connection", "generation", "is_plain", "is_stream", "num_reported", "number", "token_ids")
+    __slots__ = ("connection", "generation", "is_plain", "is_stream", "num_reported", "number", "sampling", "token_ids")
 
-    def __init__(self, connection: Connection, number: int, generation: Generation, *, is_stream: bool):
+    def __init__(
+        self, connection: Connection, number: int, generation: Generation, sampling: SamplingParams, *, is_stream: bool
+    ):
         self.connection, self.number, self.generation, self.is_stream = connection, number, generation, is_stream
-        sampling = generation.request.sampling
+        # As they were sent; the engine adds a seed to its own. Held so that equal ones are one object.
+        self.sampling = sampling
         # Whether there is nothing but tokens to report until it ends.
         self.is_plain = sampling.n == 1 and sampling.logprobs is None and sampling.prompt_logprobs is None
         # Reported tokens of each completion; ``None`` once its end was reported.
@@ -158,6 +164,7 @@ class EngineLoop:
         engine.answers.on_end = self._ended.append
         engine.answers.gives_text = False  # the server decodes tokens, so that no step waits for it
         self._formats = FormatThread(engine.grammars)
+        self._samplings = SamplingUnpacker()
         self._num_steps, self._num_answered = 0, 0
         self._reported_s, self._streamed_s, self._is_stopped = 0.0, 0.0, False
 
@@ -176,24 +183,28 @@ class EngineLoop:
         self._engine.close()
 
     def _receive(self) -> None:
-        """Takes all messages that have arrived. If the engine has no work, waits for one."""
+        """Takes the messages that have arrived; the rest of many waits for the next step. If the engine has no work,
+        waits for one.
+        """
         if not self._engine.has_work or self._engine.idle_s:
             idle_s = min(self._engine.idle_s, STATUS_S) if self._engine.has_work else STATUS_S
             if self._formats.num_waiting:
                 idle_s = min(idle_s, _FORMAT_S)
             self._connections.wait(idle_s)
         for connection in self._connections:
+            end_s = time.monotonic() + _TAKEN_S
             for message in connection.messages():
                 self._take(connection, message)
                 if self._is_stopped:
                     return
+                if self._engine.has_work and time.monotonic() > end_s:
+                    break
         self._formats.proceed()
 
     def _take(self, connection: Connection, message: ToEngine) -> None:
         match message:
             case Submit():
-                then = partial(self._submit, connection, message)
-                self._formats.when_compiled(message.number, format_of(message), then)
+                self._submit(connection, message)
             case Cancel():
                 self._cancel(message.number)
             case Ask(what=what) if what == RECORDING:
@@ -201,8 +212,7 @@ class EngineLoop:
             case Ask():
                 self._reply(connection, message.number, partial(ANSWERS[message.what], self._engine))
             case Check():
-                then = partial(self._reply, connection, message.number, partial(self._refusal, message))
-                self._formats.when_compiled(message.number, format_of(message), then)
+                self._check(connection, message)
             case Open():
                 self._reply(connection, message.number, partial(self._connections.open, message.server, message.host))
             case Close():
@@ -217,24 +227,37 @@ class EngineLoop:
             self._cancel(opened.number)
 
     def _submit(self, connection: Connection, message: Submit) -> None:
+        """Queues a request when its format is compiled."""
+        try:
+            sampling = self._samplings.unpack(message.sampling)
+        except Exception as error:
+            self._refuse(connection, message.number, error)
+            return
+        then = partial(self._queue, connection, message, sampling)
+        self._formats.when_compiled(message.number, sampling.response_format, then)
+
+    def _queue(self, connection: Connection, message: Submit, sampling: SamplingParams) -> None:
         if not connection.is_open:  # it was closed while the format was compiled
             return
         try:
-            generation = self._engine.submit(message.prompt_ids, unpack_sampling(message.sampling))
-        except InvalidArgumentError as error:
-            connection.refused.append(Refused(message.number, str(error)))
-            return
+            generation = self._engine.submit(message.prompt_ids, sampling)
         except Exception as error:  # the requests already in the engine are not affected
-            _log.error("a request cannot be queued: %s", cause_of(error), exc_info=error)
-            why = f"the engine failed to queue this request: {cause_of(error)}"
-            connection.refused.append(Refused(message.number, why, is_failure=True))
+            self._refuse(connection, message.number, error)
             return
-        opened = _Open(connection, message.number, generation, is_stream=message.is_stream)
+        opened = _Open(connection, message.number, generation, sampling, is_stream=message.is_stream)
         request_id = generation.request.request_id
         self._recordings.submitted(message.number, request_id)
         self._open[message.number] = self._by_request_id[request_id] = self._without_token[request_id] = opened
         if message.is_stream:
             self._streams[request_id] = opened
+
+    def _refuse(self, connection: Connection, number: int, error: Exception) -> None:
+        if isinstance(error, InvalidArgumentError):
+            connection.refused.append(Refused(number, str(error)))
+            return
+        _log.error("a request cannot be queued: %s", cause_of(error), exc_info=error)
+        why = f"the engine failed to queue this request: {cause_of(error)}"
+        connection.refused.append(Refused(number, why, is_failure=True))
 
     def _reply(self, connection: Connection, number: int, find: Callable[[], Any]) -> None:
         """Answers with the result of ``find``. If it fails, the reply says why; the process continues."""
@@ -246,12 +269,21 @@ class EngineLoop:
             _log.error("a query cannot be answered: %s", cause, exc_info=error)
         connection.send(Reply(number, body, cause))
 
-    def _refusal(self, asked: Check) -> str | None:
-        try:
-            self._engine.check(asked.prompt_ids, unpack_sampling(asked.sampling))
-        except InvalidArgumentError as error:
-            return str(error)
-        return None
+    def _check(self, connection: Connection, asked: Check) -> None:
+        """Answers why a request would be refused, when its format is compiled."""
+
+        def refusal() -> str | None:
+            try:
+                self._engine.check(asked.prompt_ids, self._samplings.unpack(asked.sampling))
+            except InvalidArgumentError as error:
+                return str(error)
+            return None
+
+        response_format = None
+        with contextlib.suppress(Exception):  # `refusal` finds the same error
+            response_format = self._samplings.unpack(asked.sampling).response_format
+        then = partial(self._reply, connection, asked.number, refusal)
+        self._formats.when_compiled(asked.number, response_format, then)
 
     def _drop(self, opened: _Open) -> None:
         """Forgets the request: nothing more is to be reported for it."""

@@ -30,10 +30,10 @@ from fastgen.serving.engine.messages import (
     Check,
     EngineFacts,
     Reply,
+    SamplingPacker,
     Status,
     Submit,
     encoder,
-    pack_sampling,
 )
 from fastgen.serving.engine.open_requests import OpenRequests
 from fastgen.serving.engine.request import EngineRequest, EngineWatcher
@@ -97,6 +97,7 @@ class ReplicaSet:
         self._is_stopped = False
         # Numbers of requests and questions differ from those of a server before or beside this one.
         self._numbers = count(secrets.randbits(38) << 24)
+        self._packer = SamplingPacker()
         self._requests = OpenRequests(watcher)
         self._sending: dict[EngineRequest, asyncio.Task[None]] = {}
         self._runs: dict[int, _Run] = {}
@@ -215,7 +216,7 @@ class ReplicaSet:
             block_hashes(prompt_ids, self.facts.block_size),
             session,
         )
-        message = Submit(request.number, prompt_ids, pack_sampling(sampling), is_stream)
+        message = Submit(request.number, prompt_ids, self._packer.pack(sampling), is_stream)
         self._requests.add(request)
         self._sending[request] = task = asyncio.create_task(self._send(request, routed, message))
         task.add_done_callback(lambda _: self._sending.pop(request, None))  # also if it is cancelled before it begins
@@ -240,7 +241,7 @@ class ReplicaSet:
 
     async def refusal(self, prompt_ids: list[int], sampling: SamplingParams) -> str | None:
         """Returns why an engine would refuse such a request, or ``None``. Raises like :meth:`ask`."""
-        asked = Check(next(self._numbers), prompt_ids, pack_sampling(sampling))
+        asked = Check(next(self._numbers), prompt_ids, self._packer.pack(sampling))
         return msgspec.msgpack.decode(await self._reply_to(asked, None), type=str | None)
 
     async def count(self) -> None:

@@ -19,7 +19,7 @@ from fastgen.serving.replicas.messages import from_engine
 from tests.serving.replicas.played import until
 
 REPORT = Report([7, 42], [], [], [], None)
-SUBMIT = Submit(7, [1, 2, 3], {"temperature": 0.5}, True)
+SUBMIT = Submit(7, [1, 2, 3], msgspec.Raw(encoder.encode({"temperature": 0.5})), True)
 WAIT_S = 20.0
 
 

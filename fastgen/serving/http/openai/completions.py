@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.outputs import GenerationOutput, Logprobs
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.answers import TextRules, Update
 from fastgen.serving.http.errors import ERRORS
@@ -38,7 +39,7 @@ from fastgen.serving.http.openai.run import (
     now,
     request_id_of,
 )
-from fastgen.serving.http.openai.sampling import completion_sampling
+from fastgen.serving.http.openai.sampling import completion_sampling, completion_tokens
 from fastgen.serving.http.openai.text_rules import num_kept, text_rules, with_special_stops
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
@@ -65,17 +66,9 @@ def completion_routes(service: Service) -> APIRouter:
             )
         if keep is not None:
             prompts = [*prompt_ids]  # what is echoed
-        samplings = [
-            completion_sampling(
-                body,
-                len(ids),
-                defaults=codec.default_sampling,
-                max_model_len=facts.max_model_len,
-                vocab_size=facts.vocab_size,
-            )
-            for ids in prompt_ids
-        ]
-        samplings = [with_special_stops(body, sampling, codec) for sampling in samplings]
+        wanted = [completion_tokens(body, len(ids), facts.max_model_len) for ids in prompt_ids]
+        by_wanted = {each: _sampling(body, each, codec, facts.vocab_size) for each in set(wanted)}
+        samplings = [by_wanted[each] for each in wanted]
         rules = text_rules(body, codec)
         try:
             echoes = await asyncio.to_thread(_echoes, codec, prompts, prompt_ids) if body.echo else [""] * len(prompts)
@@ -228,6 +221,11 @@ class _Writer:
         if usage is not None or (options is not None and options.include_usage):
             body["usage"] = usage
         return body  # type: ignore[no-any-return]
+
+
+def _sampling(body: CompletionRequest, wanted: int, codec: TextCodec, vocab_size: int) -> SamplingParams:
+    sampling = completion_sampling(body, wanted, defaults=codec.default_sampling, vocab_size=vocab_size)
+    return with_special_stops(body, sampling, codec)
 
 
 def _none() -> CompletionLogprobs:

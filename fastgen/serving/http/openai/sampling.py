@@ -35,17 +35,22 @@ _PASSED_ON = (
 )
 
 
-def completion_sampling(
-    request: CompletionRequest, num_prompt_tokens: int, *, defaults: SamplingParams, max_model_len: int, vocab_size: int
-) -> SamplingParams:
-    """Returns the sampling parameters of a completion whose prompt has so many tokens. Raises ``BadRequestError``.
-
-    The engine generates at least one token; if ``max_tokens`` is 0, that token is left out of the answer.
-    """
+def completion_tokens(request: CompletionRequest, num_prompt_tokens: int, max_model_len: int) -> int:
+    """Returns how many tokens the answer to a prompt of so many tokens may have. Raises ``BadRequestError``."""
     wanted = request.max_tokens
     if wanted is None:
         wanted = min(DEFAULT_COMPLETION_TOKENS, max_model_len - num_prompt_tokens)
     _check_room(num_prompt_tokens, wanted, max_model_len, "max_tokens")
+    return wanted
+
+
+def completion_sampling(
+    request: CompletionRequest, wanted: int, *, defaults: SamplingParams, vocab_size: int
+) -> SamplingParams:
+    """Returns the sampling parameters of completions of ``wanted`` tokens. Raises ``BadRequestError``.
+
+    The engine generates at least one token; if ``wanted`` is 0, that token is left out of the answer.
+    """
     fields: dict[str, Any] = {"max_new_tokens": max(1, wanted), "response_format": required_format(request)}
     if request.logprobs is not None:
         fields["logprobs"] = request.logprobs
