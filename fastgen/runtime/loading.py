@@ -60,6 +60,7 @@ def load(options: LoadOptions) -> LLM:
     policy.check(config.max_num_seqs)
     codec = TextCodec.from_checkpoint(source.directory, source.checkpoint.config)
     _warn_of_unknown_ids(codec, source.spec.vocab_size)
+    _warn_of_unfollowed(codec)
     about = bundle_flags(options, source.dtype, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
     bundle = sealed_loader(options, source.directory, device, about)
     backend = choose_backend(
@@ -106,6 +107,14 @@ def _check_defaults_of_torch() -> None:
         raise InvalidArgumentError(
             f"torch's default device is {device}, and has to be the CPU while a model is loaded and used: call "
             f"torch.set_default_device(None), or leave `with torch.device(...)`, and say device= to load"
+        )
+
+
+def _warn_of_unfollowed(codec: TextCodec) -> None:
+    if codec.not_followed:
+        _log.warning(
+            "generation_config.json sets %s, by which transformers chooses other tokens; fastgen does not follow that",
+            ", ".join(codec.not_followed),
         )
 
 

@@ -18,6 +18,7 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.runtime.text.tokenizer_checks import has_unknown_patterns
 from fastgen.runtime.text.tokenizer_loading import import_generic_tokenizer
+from fastgen.serving.admission.admission import Admitted
 from fastgen.serving.admission.request_limits import (
     MANY_LOGPROBS,
     MANY_VALUES,
@@ -176,11 +177,12 @@ class Service:
                 self.metrics.refused("unavailable")
             if admitted is not None:
                 admitted.ended()
+                admitted.let_go()
             raise
         if request_id is not None:
             self.recent.add(request_id, request.number)
         self._watch.submitted(request, admitted)
-        return Running(self, request, answers)
+        return Running(self, request, answers, admitted)
 
     def _check_taking(self) -> None:
         if self._is_draining:
@@ -258,11 +260,11 @@ class Service:
 
 class Running:
     """A queued request: iterate over its updates, or await its whole output. Leaving the context cancels what
-    is left.
+    is left. What it holds counts until then: stay in the context until the answer is encoded, or sent.
     """
 
-    def __init__(self, service: Service, request: EngineRequest, answers: Answers):
-        self._service, self._request, self._answers = service, request, answers
+    def __init__(self, service: Service, request: EngineRequest, answers: Answers, admitted: Admitted | None = None):
+        self._service, self._request, self._answers, self._admitted = service, request, answers, admitted
         # How many tokens and log-probabilities have come.
         self.size = 0
 
@@ -313,3 +315,5 @@ class Running:
     def cancel(self) -> None:
         """Ends the request if it runs; its blocks are free before the next step."""
         self._service.engine.cancel(self._request)
+        if self._admitted is not None:
+            self._admitted.let_go()

@@ -111,12 +111,16 @@ def test_so_many_log_probabilities_may_be_held_at_once() -> None:
     assert f"may hold {MAX_OPEN_LOGPROBS} log-probabilities in " in str(refusal)
     assert f" and this one 10 in 12800; this server takes at most {MAX_OPEN_LOGPROBS} in " in str(refusal)
     held.ended()
-    held.ended()
-    door.admission.admit(1, replace(ANSWER, logprobs=0))
-    door.refusal(1, large)
+    door.refusal(1, replace(ANSWER, logprobs=0))  # its client has not taken them yet
     door.admission.begin(FACTS)
+    door.refusal(1, replace(ANSWER, logprobs=0))
+    held.let_go()
+    held.let_go()
+    few = door.admission.admit(1, replace(ANSWER, logprobs=0))
+    door.refusal(1, large)
+    few.let_go()
     door.admission.admit(1, large)
-    assert door.reasons == ["logprobs"] * 2
+    assert door.reasons == ["logprobs"] * 4
 
 
 def test_log_probabilities_take_a_16th_part_of_the_memory_at_most() -> None:
@@ -130,7 +134,7 @@ def test_log_probabilities_take_a_16th_part_of_the_memory_at_most() -> None:
     door.admission.admit(1, few)  # 399,360 bytes
     door.refusal(1, replace(ANSWER, max_new_tokens=17, logprobs=0))
     door.admission.admit(1, ANSWER)
-    first.ended()
+    first.let_go()
     door.admission.admit(1, many)
     assert door.reasons == ["logprobs"] * 2
 

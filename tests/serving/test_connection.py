@@ -19,6 +19,7 @@ from fastgen.serving.api_keys import ApiKeys
 from fastgen.serving.http.connection import LimitedConnection
 from fastgen.serving.http.server import HttpServer, listen
 from fastgen.serving.http.streaming import unless_gone
+from fastgen.serving.http.unsent import UnsentAnswers
 from fastgen.serving.monitoring.log import set_up_logging
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ConnectionLimits, ServeOptions
@@ -401,7 +402,9 @@ def test_a_client_that_reads_slowly_but_reads_is_not_cut(monkeypatch: pytest.Mon
         nonlocal now_s
         config = uvicorn.Config(Application(), lifespan="off", log_config=None)
         limits = ConnectionLimits(write_timeout_s=10)
-        connection = LimitedConnection(limits, ServerMetrics(lambda: True).refused, config, ServerState(), {})
+        connection = LimitedConnection(
+            limits, ServerMetrics(lambda: True).refused, UnsentAnswers(), config, ServerState(), {}
+        )
         transport = FakeTransport()
         connection.connection_made(transport)
         connection.data_received(post("/never", b""))

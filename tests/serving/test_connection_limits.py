@@ -13,6 +13,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from fastgen.serving.http.connection import LimitedConnection, close_slow
+from fastgen.serving.http.unsent import UnsentAnswers
 from fastgen.serving.options import ConnectionLimits
 from fastgen.serving.refusals import Refusal
 from tests.serving.local_server import Application, on_uvloop, post
@@ -60,7 +61,7 @@ class Played(LimitedConnection):
         self.played = Transport()
         self.application = Application()
         config = uvicorn.Config(self.application, lifespan="off", log_config=None)
-        super().__init__(limits, self.refused.append, config, ServerState(), {})
+        super().__init__(limits, self.refused.append, UnsentAnswers(), config, ServerState(), {})
         self.connection_made(self.played)
 
 

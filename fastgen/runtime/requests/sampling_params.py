@@ -10,11 +10,10 @@ import reprlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import wraps
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
-from fastgen.arguments import Option
+from fastgen.arguments import Option, show_arguments
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.response_format import ResponseFormat, parse_response_format
 
@@ -114,6 +113,36 @@ class SamplingParams:
         Option('Shape that the answer must have, such as {"type": "json_object"}.', metavar="JSON"),
     ] = None
 
+    if TYPE_CHECKING:  # what is taken; the fields hold what the checks make of it
+
+        def __init__(
+            self,
+            *,
+            max_new_tokens: int = 128,
+            min_new_tokens: int = 0,
+            repetition_penalty: float = 1.0,
+            presence_penalty: float = 0.0,
+            frequency_penalty: float = 0.0,
+            logit_bias: Mapping[int, float] | None = None,
+            temperature: float = 0.0,
+            top_k: int = 0,
+            top_p: float = 1.0,
+            min_p: float = 0.0,
+            seed: int | None = None,
+            n: int = 1,
+            stop: str | Iterable[str] | None = (),
+            stop_token_ids: Iterable[int] | None = (),
+            ignore_eos: bool = False,
+            logprobs: int | None = None,
+            prompt_logprobs: int | None = None,
+            timeout_s: float | None = None,
+            beam_width: int = 1,
+            length_penalty: float = 1.0,
+            early_stopping: bool | Literal["never"] = False,
+            priority: int = 0,
+            response_format: ResponseFormat | Mapping[str, Any] | None = None,
+        ) -> None: ...
+
     def _fill(self, given: dict[str, object]) -> None:
         """Sets the fields to what is ``given``, each checked, and the rest to the defaults, which are valid."""
         kept = vars(self)  # field by field, ``object.__setattr__`` would take most of the time
@@ -188,17 +217,24 @@ class SamplingParams:
 def default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:
     """Returns the defaults of a model whose ``generation_config.json`` holds ``generation_config``.
 
-    They are greedy unless it says ``"do_sample": true``. Then its temperature (1 if missing), top-k, top-p, min-p and
-    repetition penalty apply, and what is missing or ``null`` is off. Lengths are not taken from it.
+    Its repetition penalty applies. They are greedy unless it says ``"do_sample": true``. Then its temperature (1 if
+    missing), top-k, top-p and min-p apply too, and what is missing or ``null`` is off. Lengths are not taken from it.
     """
-    if generation_config.get("do_sample") is not True:
-        return SamplingParams()
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    samples = generation_config.get("do_sample") is True
+    names = ("repetition_penalty", *(("temperature", "top_k", "top_p", "min_p") if samples else ()))
     given = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
     try:
-        return SamplingParams(**{"temperature": 1.0, **given})
+        return SamplingParams(**{"temperature": 1.0 if samples else 0.0, **given})
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"generation_config.json: {error}") from None
+
+
+def not_followed(generation_config: Mapping[str, Any]) -> list[str]:
+    """Returns the keys of a ``generation_config.json`` by which transformers would choose other tokens, and which
+    are not followed here.
+    """
+    off = _NOT_FOLLOWED | (_NOT_FOLLOWED_IN_SAMPLING if generation_config.get("do_sample") is True else {})
+    return [name for name, value in off.items() if generation_config.get(name, value) not in (value, None)]
 
 
 def resolve_seed(sampling: SamplingParams) -> SamplingParams:
@@ -212,6 +248,25 @@ def resolve_seed(sampling: SamplingParams) -> SamplingParams:
     resolved = object.__new__(SamplingParams)  # the fields are checked already, and checks take ten times as long
     resolved.__dict__.update(vars(sampling), seed=secrets.randbits(64))
     return resolved
+
+
+# Keys of a ``generation_config.json`` by which other tokens are chosen, and the values with which they do nothing.
+_NOT_FOLLOWED: dict[str, Any] = {
+    "num_beams": 1,
+    "no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "forced_decoder_ids": None,
+    "sequence_bias": None,
+    "exponential_decay_length_penalty": None,
+    "guidance_scale": 1.0,
+    "penalty_alpha": 0.0,
+    "watermarking_config": None,
+}
+_NOT_FOLLOWED_IN_SAMPLING: dict[str, Any] = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
 
 
 # One check per field: takes the field's name and the value given, returns the value to keep or raises.
@@ -335,10 +390,12 @@ _DEFAULTS = {item.name: item.default for item in fields(SamplingParams)}
 
 
 # The ``__init__`` of a dataclass takes seven microseconds for fields that are mostly at their defaults, and a server
-# makes one for each request. Its signature is kept for readers and type checkers.
-@wraps(SamplingParams.__init__)
+# makes one for each request.
 def _init(self: SamplingParams, **given: object) -> None:
     self._fill(given)
 
 
+_init.__doc__ = SamplingParams.__doc__
+show_arguments(_init, SamplingParams)
+SamplingParams.__doc__ = _init.__doc__
 SamplingParams.__init__ = _init  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastgen.errors import CheckpointError, FastgenError, InvalidArgumentError, PromptTooLongError
 from fastgen.models.checkpoint.files import read_json_object
-from fastgen.runtime.requests.sampling_params import SamplingParams, default_sampling
+from fastgen.runtime.requests.sampling_params import SamplingParams, default_sampling, not_followed
 from fastgen.runtime.text.detokenizer import Detokenizer, TokenDecoder
 from fastgen.runtime.text.prompts import Conversation, Prompt, TemplateOptions, as_token_ids
 from fastgen.runtime.text.token_bytes import TokenBytes
@@ -42,6 +42,8 @@ class TextCodec:
         self.default_sampling = default_sampling
         self._decoder = TokenDecoder(tokenizer) if tokenizer is not None else None
         self._token_bytes = TokenBytes(tokenizer, self._decoder) if self._decoder is not None else None
+        # Keys of ``generation_config.json`` by which transformers would choose other tokens.
+        self.not_followed: list[str] = []
         # Renders messages and tools by the chat template. A caller that does not trust the template replaces it.
         self.render_chat: RenderChat = self._render_chat
         # Returns the token ids of a text, with special tokens or without. A caller that does not trust the tokenizer
@@ -63,7 +65,9 @@ class TextCodec:
             sampling, eos_token_ids = default_sampling(generation), _eos_token_ids(generation, config, tokenizer)
         except InvalidArgumentError as error:
             raise CheckpointError(f"{directory}: {error}") from None
-        return cls(tokenizer, eos_token_ids=eos_token_ids, default_sampling=sampling)
+        codec = cls(tokenizer, eos_token_ids=eos_token_ids, default_sampling=sampling)
+        codec.not_followed = not_followed(generation)
+        return codec
 
     @property
     def has_tokenizer(self) -> bool:

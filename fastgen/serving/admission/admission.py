@@ -30,10 +30,11 @@ _PREDICTION_S = 0.1
 class Admitted:
     """An admitted request, until it ends. Later calls do nothing, so that several places may report its end."""
 
-    __slots__ = ("_admission", "_pending")
+    __slots__ = ("_admission", "_held", "_pending")
 
-    def __init__(self, admission: Admission, pending: Pending):
+    def __init__(self, admission: Admission, pending: Pending, held: _Held):
         self._admission, self._pending = admission, pending
+        self._held: _Held | None = held
 
     def routed(self, replica: str) -> None:
         """Reports that it was sent to ``replica``. It need not be the expected one, and can change after a loss."""
@@ -49,22 +50,33 @@ class Admitted:
         """
         self._admission.ended(self._pending, num_generated, is_whole=is_whole)
 
+    def let_go(self) -> None:
+        """Reports that none of its log-probabilities are held any more. They may outlast its end in the engine, where
+        a client takes its answer slowly.
+        """
+        if self._held is not None:
+            self._admission.let_go(self._held)
+            self._held = None
 
-class _Opened(NamedTuple):
-    """An open request: the load that it is part of, its answers beyond the first, the most log-probabilities that it
-    may hold, and the memory that these take.
-    """
 
-    load: Load
-    num_more_answers: int
+class _Held(NamedTuple):
+    """The most log-probabilities that a request may hold, and the memory that these take."""
+
     num_logprobs: int
     logprob_bytes: int
 
 
+class _Opened(NamedTuple):
+    """An open request: the load that it is part of, and its answers beyond the first."""
+
+    load: Load
+    num_more_answers: int
+
+
 class Admission:
     """Tracks the load of each replica's engine, and admits or refuses each request. A server without replicas has one
-    engine, named ``""``. The log-probabilities of all open requests take at most ``max_logprob_bytes``, so those of one
-    request must not take more.
+    engine, named ``""``. The log-probabilities of all requests take at most ``max_logprob_bytes`` until they are let
+    go, so those of one request must not take more.
 
     ``on_refused`` is called with the reason for each refusal: ``queued_requests``, ``queued_tokens``,
     ``prompt_tokens``, ``answers``, ``logprobs``, ``ttft_slo`` or ``itl_target``.
@@ -83,8 +95,10 @@ class Admission:
         # By replica.
         self._loads: dict[str, Load] = {}
         self._open: dict[Pending, _Opened] = {}
-        # The sums over all open requests.
-        self._num_more_answers = self._num_logprobs = self._logprob_bytes = 0
+        # The sum over all open requests.
+        self._num_more_answers = 0
+        # The sums over all requests whose answers are held.
+        self._num_logprobs = self._logprob_bytes = 0
         self._last_prediction: tuple[float, Prediction | None] = (-math.inf, None)
 
     def begin(self, facts: EngineFacts, replica: str = "") -> None:
@@ -149,11 +163,11 @@ class Admission:
         if limits.ttft_slo_s is not None or limits.itl_target_ms is not None:
             self._check_times(self.predict(num_prompt_tokens, num_seqs=num_seqs, priority=sampling.priority))
         pending = load.submitted(num_prompt_tokens, sampling.max_new_tokens, num_seqs, sampling.priority, self._clock())
-        self._open[pending] = _Opened(load, num_more, found, found_bytes)
+        self._open[pending] = _Opened(load, num_more)
         self._num_more_answers += num_more
         self._num_logprobs += found
         self._logprob_bytes += found_bytes
-        return Admitted(self, pending)
+        return Admitted(self, pending, _Held(found, found_bytes))
 
     def routed(self, pending: Pending, replica: str) -> Pending:
         """See :class:`Admitted`. Returns the pending request that later calls must name."""
@@ -179,12 +193,15 @@ class Admission:
             opened.load.ended(pending, num_generated, is_whole=is_whole, now_s=self._clock())
 
     def _close(self, pending: Pending) -> _Opened | None:
-        """Takes a request out of the sums over open requests, and returns it, if it is open."""
+        """Takes a request out of the sum over open requests, and returns it, if it is open."""
         if (opened := self._open.pop(pending, None)) is not None:
             self._num_more_answers -= opened.num_more_answers
-            self._num_logprobs -= opened.num_logprobs
-            self._logprob_bytes -= opened.logprob_bytes
         return opened
+
+    def let_go(self, held: _Held) -> None:
+        """See :class:`Admitted`."""
+        self._num_logprobs -= held.num_logprobs
+        self._logprob_bytes -= held.logprob_bytes
 
     def _waiting(self) -> tuple[int, int]:
         """Returns how many requests wait for their first token, at all engines, and the tokens of their prompts."""

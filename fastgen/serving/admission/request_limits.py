@@ -44,6 +44,8 @@ LOGPROB_BYTES, LOGPROBS_TOKEN_BYTES = 280, 1000
 MANY_LOGPROBS = 1 << 14
 # Answers of a call with more tokens and log-probabilities together are encoded in pieces, on another thread.
 MANY_VALUES = 1 << 14
+# The same for echoed prompts with more characters.
+MANY_CHARACTERS = 1 << 20
 
 
 def check_limits(sampling: SamplingParams) -> None:

@@ -17,6 +17,7 @@ from uvicorn.server import ServerState
 
 from fastgen.serving.http.errors import error_response
 from fastgen.serving.http.streaming import Gone
+from fastgen.serving.http.unsent import UnsentAnswers, unacknowledged
 from fastgen.serving.options import ConnectionLimits
 from fastgen.serving.refusals import BadRequestError, OverloadedError, Refusal, RequestTimeoutError, TooLargeError
 
@@ -38,20 +39,22 @@ class LimitedConnection(HttpToolsProtocol):
     """A connection that enforces ``limits``.
 
     A violation is answered with an error if that is possible; then the connection is closed, and ``on_refused``
-    receives the reason. :func:`close_slow` handles connections that take too long.
+    receives the reason. :func:`close_slow` handles connections that take too long. All connections of a server have the
+    same ``unsent``, which closes some where much waits for slow clients.
     """
 
     def __init__(
         self,
         limits: ConnectionLimits,
         on_refused: Callable[[Refusal], None],
+        unsent: UnsentAnswers,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ):
         super().__init__(config, server_state, app_state, _loop)
-        self._limits, self._on_refused = limits, on_refused
+        self._limits, self._on_refused, self._unsent = limits, on_refused, unsent
         self.flow: _Flow
         self._gone = Gone()
         # The request before the newest one.
@@ -213,6 +216,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._unsent.discard(self)
         self._gone.set()
 
     def eof_received(self) -> None:
@@ -224,11 +228,25 @@ class LimitedConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stuck_since_s, self._num_waiting_bytes = time.monotonic(), self.transport.get_write_buffer_size()
+        self._stuck_since_s, self._num_waiting_bytes = time.monotonic(), self._num_not_taken
+        self._unsent.add(self)
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stuck_since_s = None
+        self._unsent.discard(self)
+
+    @property
+    def num_unsent(self) -> int:
+        """Returns how many bytes wait for the client in this process."""
+        return self.transport.get_write_buffer_size()
+
+    @property
+    def _num_not_taken(self) -> int:
+        """Returns how many bytes wait for the client here and in the system. Those in the system may be megabytes, and
+        room for more is made there in large steps.
+        """
+        return self.num_unsent + unacknowledged(self.transport.get_extra_info("socket"))
 
     def close_if_slow(self, now_s: float) -> None:
         """Closes the connection if its client takes more time than allowed."""
@@ -249,8 +267,8 @@ class LimitedConnection(HttpToolsProtocol):
         if self._stuck_since_s is None:
             if not self.transport.is_closing():
                 return False
-            self._stuck_since_s, self._num_waiting_bytes = now_s, self.transport.get_write_buffer_size()
-        num_waiting = self.transport.get_write_buffer_size()
+            self._stuck_since_s, self._num_waiting_bytes = now_s, self._num_not_taken
+        num_waiting = self._num_not_taken
         if self._num_waiting_bytes - num_waiting >= _LEAST_TAKEN_BYTES:
             self._stuck_since_s, self._num_waiting_bytes = now_s, num_waiting
         return now_s - self._stuck_since_s > self._limits.write_timeout_s

@@ -156,9 +156,10 @@ def generate_routes(service: Service) -> APIRouter:
             )
         if body.stream:
             return await event_stream(request, running, _events(running))
-        async with running, unless_gone(request):
-            output = await running.output()
-        return await json_response(lambda: OutputRecord.of(output), is_large=running.is_large)
+        async with running:
+            async with unless_gone(request):
+                output = await running.output()
+            return await json_response(lambda: OutputRecord.of(output), is_large=running.is_large)
 
     @router.post("/check")
     async def check(body: CheckBody, request: Request) -> CheckedBody:

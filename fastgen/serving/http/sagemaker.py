@@ -197,14 +197,15 @@ async def _answer(service: Service, request: Request, invocation: Invocation) ->
         response = await event_stream(request, batch, events, done=b"", failed=line)
         response.headers["content-type"] = "application/jsonlines"
         return response
-    async with batch, unless_gone(request):
-        outputs = await batch.outputs()
+    async with batch:
+        async with unless_gone(request):
+            outputs = await batch.outputs()
 
-    def answer() -> Any:
-        answers = [lmi.answer(text, output) for text, output in zip(texts, outputs, strict=True)]
-        return answers[0] if isinstance(invocation.inputs, str) else answers
+        def answer() -> Any:
+            answers = [lmi.answer(text, output) for text, output in zip(texts, outputs, strict=True)]
+            return answers[0] if isinstance(invocation.inputs, str) else answers
 
-    return await json_response(answer, is_large=batch.is_large)
+        return await json_response(answer, is_large=batch.is_large)
 
 
 class _LmiFormat:

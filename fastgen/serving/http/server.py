@@ -17,6 +17,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.serving.http.connection import LimitedConnection
 from fastgen.serving.http.guard import Guard
 from fastgen.serving.http.tls import TlsHandshake, tls_context
+from fastgen.serving.http.unsent import UnsentAnswers
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ServeOptions
 
@@ -82,7 +83,9 @@ def _config(app: ASGIApp, options: ServeOptions, metrics: ServerMetrics) -> uvic
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after", "x-predicted-ttft-s"],
         )
-    make_connection: Callable[..., asyncio.Protocol] = partial(LimitedConnection, limits, metrics.refused)
+    make_connection: Callable[..., asyncio.Protocol] = partial(
+        LimitedConnection, limits, metrics.refused, UnsentAnswers()
+    )
     if options.tls_cert is not None and options.tls_key is not None:
         context = tls_context(options.tls_cert, options.tls_key)
         make_connection = partial(TlsHandshake, context, limits, metrics.refused, make_connection)

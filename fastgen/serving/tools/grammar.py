@@ -78,8 +78,8 @@ def _call_rules(tool_format: ToolFormat, tools: Sequence[ToolSchema], write: _Wr
             before, after = f'{{"{call.name_key}": "{tool.name}", "{call.arguments_key}": ', "}"
         rules.append(f"call_{number}: {write(before)} arguments_{number} {write(after)}")
         parameters = {"type": "object", **(tool.parameters or _NO_ARGUMENTS)}
-        schema = _schema(parameters, is_compact)
         try:
+            schema = _schema(parameters, is_compact)
             ResponseFormat("json_schema", schema)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{error} (in the parameters of {tool.name})") from None
@@ -124,7 +124,10 @@ class _Writer:
 
 def _schema(schema: Mapping[str, Any], is_compact: bool) -> str:
     options = COMPACT_JSON_OPTIONS if is_compact else JSON_OPTIONS
-    return json.dumps({OPTIONS_KEY: options, **schema}, ensure_ascii=False, allow_nan=False)
+    try:
+        return json.dumps({OPTIONS_KEY: options, **schema}, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:  # a number that JSON does not have, such as 1e400
+        raise InvalidArgumentError(f"response_format: the schema cannot be written as JSON: {error}") from None
 
 
 def _content_schema(content: ResponseFormat) -> dict[str, Any]:

@@ -1,7 +1,10 @@
 """Sampling parameters: every field's type and range, near spellings, model defaults, and what must survive a pickle."""
 
+import ast
+import inspect
 import math
 import pickle
+from dataclasses import fields
 from fractions import Fraction
 
 import numpy as np
@@ -10,7 +13,7 @@ import pytest
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.outputs import GenerationOutput, RequestMetrics
 from fastgen.runtime.requests.response_format import ResponseFormat
-from fastgen.runtime.requests.sampling_params import SamplingParams, default_sampling, resolve_seed
+from fastgen.runtime.requests.sampling_params import SamplingParams, default_sampling, not_followed, resolve_seed
 
 
 def test_the_defaults_are_the_documented_ones():
@@ -208,11 +211,12 @@ def test_top_k_beyond_the_vocabulary_keeps_all_and_is_no_error():
 
 
 @pytest.mark.parametrize(
-    ("config", "fields"),
+    ("config", "expected"),
     [
         ({}, {}),
         ({"temperature": 0.6, "top_p": 0.9, "max_length": 4096, "eos_token_id": [1, 2]}, {}),
         ({"do_sample": False, "temperature": 0.6}, {}),
+        ({"repetition_penalty": 1.5, "top_k": 5}, {"repetition_penalty": 1.5}),
         ({"do_sample": True}, {"temperature": 1.0}),
         (
             {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0, "repetition_penalty": 1.05},
@@ -221,8 +225,30 @@ def test_top_k_beyond_the_vocabulary_keeps_all_and_is_no_error():
         ({"do_sample": True, "temperature": None, "top_k": None, "max_new_tokens": 2048}, {"temperature": 1.0}),
     ],
 )
-def test_model_defaults_come_from_a_generation_config_that_samples(config, fields):
-    assert default_sampling(config) == SamplingParams(**fields)
+def test_model_defaults_come_from_a_generation_config(config, expected):
+    assert default_sampling(config) == SamplingParams(**expected)
+
+
+def test_keys_that_are_not_followed_are_named_unless_they_do_nothing():
+    off = {"num_beams": 1, "no_repeat_ngram_size": 0, "suppress_tokens": None, "guidance_scale": 1, "typical_p": 0.5}
+    assert not_followed({}) == not_followed(off) == not_followed({"max_length": 20, "temperature": 0.6}) == []
+    assert not_followed({"do_sample": True, "typical_p": 1.0, "num_beams": 4}) == ["num_beams"]
+    assert not_followed({"do_sample": True, "typical_p": 0.5}) == ["typical_p"]
+    assert not_followed({"suppress_tokens": [3], "forced_eos_token_id": 0}) == [
+        "suppress_tokens",
+        "forced_eos_token_id",
+    ]
+
+
+def test_type_checkers_see_every_field_with_its_default():
+    """The class states the types that are taken for them alone."""
+    (defined,) = ast.parse(inspect.getsource(SamplingParams)).body
+    (stated,) = (each for each in ast.walk(defined) if isinstance(each, ast.FunctionDef) and each.name == "__init__")
+    names = [each.arg for each in stated.args.kwonlyargs]
+    defaults = [ast.literal_eval(each) for each in stated.args.kw_defaults]
+    wanted = {item.name: item.default for item in fields(SamplingParams)}
+    assert dict(zip(names, defaults, strict=True)) == wanted | {"logit_bias": None}
+    assert list(inspect.signature(SamplingParams).parameters) == names
 
 
 def test_a_bad_generation_config_is_named():

@@ -63,11 +63,12 @@ def chat_routes(service: Service, tool_format: ToolFormat | None) -> APIRouter:
             batch = await chat.submit(service, request, is_stream=bool(body.stream))
             if body.stream:
                 return await event_stream(request, batch, _events(batch, writer, body))
-            async with batch, unless_gone(request):
-                (output,) = await batch.outputs()
-        return await json_response(
-            lambda: writer.whole(chat.until_first_call(output, service.codec)), is_large=batch.is_large
-        )
+            async with batch:
+                async with unless_gone(request):
+                    (output,) = await batch.outputs()
+                return await json_response(
+                    lambda: writer.whole(chat.until_first_call(output, service.codec)), is_large=batch.is_large
+                )
 
     return router
 

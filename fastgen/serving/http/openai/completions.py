@@ -13,6 +13,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.outputs import GenerationOutput, Logprobs
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
+from fastgen.serving.admission.request_limits import MANY_CHARACTERS
 from fastgen.serving.answers import TextRules, Update
 from fastgen.serving.http.errors import ERRORS
 from fastgen.serving.http.json_route import JsonRoute
@@ -80,9 +81,11 @@ def completion_routes(service: Service) -> APIRouter:
             batch = await Batch.submit(service, request, prompt_ids, samplings, is_stream=is_stream, rules=rules)
             if is_stream:
                 return await event_stream(request, batch, _events(batch, writer, body))
-            async with batch, unless_gone(request):
-                outputs = await batch.outputs()
-        return await json_response(lambda: writer.whole(outputs), is_large=batch.is_large)
+            async with batch:
+                async with unless_gone(request):
+                    outputs = await batch.outputs()
+                is_large = batch.is_large or (body.n or 1) * sum(map(len, echoes)) > MANY_CHARACTERS
+                return await json_response(lambda: writer.whole(outputs), is_large=is_large)
 
     return router
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections import OrderedDict
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -16,7 +18,9 @@ MAX_CPU_S = 0.5
 # Memory of the process beyond what it has at its start.
 MAX_MEMORY_BYTES = 1 << 30
 MAX_PROCESSES = 2
+# Answers that are kept, and the most characters of one: the library's may repeat the whole format.
 _MAX_KEPT = 256
+_MAX_REASON = 2000
 
 
 class Model(msgspec.Struct, array_like=True):
@@ -46,27 +50,36 @@ class FormatTrials:
         self.processes = HelperProcesses(
             "fastgen.serving.isolated.grammars.process", model, max_processes=MAX_PROCESSES
         )
-        self._tried: OrderedDict[ResponseFormat, str | None] = OrderedDict()
+        # By the digest of each format, whose text may be long.
+        self._tried: OrderedDict[bytes, str | None] = OrderedDict()
 
     def knows(self, response_format: ResponseFormat) -> bool:
         """Returns whether the answer of :meth:`refusal` is already known."""
-        return response_format.kind == "json_object" or response_format in self._tried
+        return response_format.kind == "json_object" or _digest(response_format) in self._tried
 
     def refusal(self, response_format: ResponseFormat) -> str | None:
         """Returns why the format would be refused, or ``None``."""
         if response_format.kind == "json_object":
             return None
+        digest = _digest(response_format)
         with contextlib.suppress(KeyError):  # looked up once, because another thread may remove it meanwhile
-            return self._tried[response_format]
+            return self._tried[digest]
         request = msgspec.msgpack.encode(Trial(response_format.kind, response_format.text))
         try:
             found = msgspec.msgpack.decode(self.processes.ask(request), type=str | None)
         except HelperEndedError as ended:
             found = f"response_format ({response_format.kind}) is refused: {_why(ended)}"
-        self._tried[response_format] = found
+        if found is not None and len(found) > _MAX_REASON:
+            found = f"{found[:_MAX_REASON]}…"
+        self._tried[digest] = found
         if len(self._tried) > _MAX_KEPT:
             self._tried.popitem(last=False)
         return found
+
+
+@lru_cache(maxsize=8)  # the prompts of one call ask for the same
+def _digest(response_format: ResponseFormat) -> bytes:
+    return hashlib.sha256(f"{response_format.kind} {response_format.text}".encode()).digest()
 
 
 def _why(ended: HelperEndedError) -> str:

@@ -56,11 +56,12 @@ def responses_routes(service: Service, tool_format: ToolFormat | None) -> APIRou
                 batch = await chat.submit(service, request, is_stream=bool(body.stream))
                 if body.stream:
                     return await event_stream(request, batch, _events(batch, writer), done=b"", failed=writer.failed)
-                async with batch, unless_gone(request):
-                    (output,) = await batch.outputs()
-        return await json_response(
-            lambda: writer.whole(chat.until_first_call(output, service.codec)), is_large=batch.is_large
-        )
+                async with batch:
+                    async with unless_gone(request):
+                        (output,) = await batch.outputs()
+                    return await json_response(
+                        lambda: writer.whole(chat.until_first_call(output, service.codec)), is_large=batch.is_large
+                    )
 
     return router
 
@@ -100,7 +101,9 @@ class _Writer:
         return self._finish(output.finish_reason, output.error, usage_of([output]))[1]
 
     def write(self, update: Update) -> list[bytes]:
-        """Returns the next events of the stream."""
+        """Returns the next events of the stream; none once it has ended, even if the model continues."""
+        if self.has_ended:
+            return []
         events: list[dict[str, Any]] = []
         if not self._num_events:
             begun = self._response("in_progress")
