@@ -56,12 +56,12 @@ class Transport(asyncio.Transport):
 class Played(LimitedConnection):
     """A connection that a test plays, and what it refused."""
 
-    def __init__(self, limits: ConnectionLimits):
+    def __init__(self, limits: ConnectionLimits, unsent: UnsentAnswers | None = None):
         self.refused: list[Refusal] = []
         self.played = Transport()
         self.application = Application()
         config = uvicorn.Config(self.application, lifespan="off", log_config=None)
-        super().__init__(limits, self.refused.append, UnsentAnswers(), config, ServerState(), {})
+        super().__init__(limits, self.refused.append, unsent or UnsentAnswers(), config, ServerState(), {})
         self.connection_made(self.played)
 
 
@@ -237,6 +237,23 @@ def test_a_client_has_the_time_to_take_its_answer_to_the_end(monkeypatch: pytest
             assert not connection.played.is_closing()
             connection.close_if_slow(NOW_S + 20.5)
             assert connection.played.is_aborted
+
+    on_uvloop(run())
+
+
+def test_answers_that_are_not_taken_are_bounded_over_all_connections() -> None:
+    async def run() -> None:
+        unsent = UnsentAnswers(max_bytes=3 << 20)
+        first, second, third, fourth = (Played(ConnectionLimits(), unsent) for _ in range(4))
+        for each in (first, second, third):
+            each.pause_writing()
+        first.resume_writing()
+        second.connection_lost(None)
+        fourth.played.num_waiting = 2 << 20
+        fourth.pause_writing()
+        assert not any(each.played.is_aborted for each in (first, second, third, fourth))
+        first.pause_writing()
+        assert [each.played.is_aborted for each in (first, second, third, fourth)] == [False, False, False, True]
 
     on_uvloop(run())
 

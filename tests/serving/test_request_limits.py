@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -138,6 +139,9 @@ def test_a_call_with_many_prompts_lets_other_requests_have_their_turn() -> None:
     num_since_turn, most = 0, 0
 
     class Taking:
+        def check_num_requests(self, number: int) -> None:
+            assert number == 1000
+
         async def submit(self, *arguments: Any, **more: Any) -> Any:
             nonlocal num_since_turn, most
             num_since_turn += 1
@@ -167,6 +171,9 @@ def test_a_call_with_many_prompts_lets_other_requests_have_their_turn() -> None:
 
 def test_a_call_may_ask_for_4096_answers_together() -> None:
     class Taking:
+        def check_num_requests(self, number: int) -> None:
+            pass
+
         async def submit(self, *arguments: Any, **more: Any) -> Any:
             return SimpleNamespace(cancel=lambda: None)
 
@@ -179,6 +186,34 @@ def test_a_call_may_ask_for_4096_answers_together() -> None:
     asyncio.run(submit(*most))
     with pytest.raises(BadRequestError, match=r"^n: 33 prompts ask for 4097 answers together; .* at most 4096 in one"):
         asyncio.run(submit(*most, SamplingParams()))
+
+
+def test_a_call_has_no_more_prompts_than_may_wait(deployment: Deployment) -> None:
+    body = {"model": deployment.name, "prompt": ["a"] * 1025, "max_tokens": 1}
+    answer = httpx2.post(deployment.address + "/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    assert "this server lets at most 1024 wait (--max-queued-requests)" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"prompt": ["once upon a time " * 300] * 32, "n": 128},
+            r"^echo: the answers would repeat 20889600 characters",
+        ),
+        (
+            {"prompt": ["once " * 900] * 32, "n": 20, "logprobs": 4},
+            r"^echo: 20 completions would repeat \d{7} log-probabilities of the prompts; this server repeats at most "
+            "2097152 in one call",
+        ),
+    ],
+)
+def test_answers_repeat_so_much_of_their_prompts(deployment: Deployment, fields: dict[str, Any], message: str) -> None:
+    body = {"model": deployment.name, "max_tokens": 0, "echo": True, **fields}
+    answer = httpx2.post(deployment.address + "/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "echo"), answer.text[:300]
+    assert re.search(message, answer.json()["error"]["message"])
 
 
 def test_an_answer_with_many_log_probabilities_is_the_same_in_pieces(deployment: Deployment, llm: fastgen.LLM) -> None:

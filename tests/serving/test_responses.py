@@ -11,7 +11,9 @@ import pytest
 
 import fastgen
 from fastgen.runtime.requests.outputs import FinishReason
+from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.tools.formats import TOOL_FORMATS
+from tests.serving import scripted
 from tests.serving.scripted import MODEL as SCRIPTED
 from tests.serving.scripted import ScriptedService, ask, scripted_codec
 from tests.serving.server_process import ServerProcess
@@ -263,6 +265,18 @@ def test_one_call_where_no_more_are_wanted() -> None:
         assert [item.type for item in found.output] == ["message", "function_call"]
         assert found.status == "completed"
     assert whole.usage == last.response.usage
+
+
+def test_a_stream_ends_once_where_more_had_come_than_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripted, "_Piecemeal", EngineRequest)  # all news come together
+    service = always(scripted_codec(HERMES), CALLS)
+
+    async def use(client: openai.AsyncOpenAI) -> list[Any]:
+        fields = {**ASKED, "parallel_tool_calls": False}
+        return [event async for event in await client.responses.create(**fields, stream=True)]
+
+    kinds = [event.type for event in ask(service, use)]
+    assert (kinds.count("response.completed"), kinds[-1]) == (1, "response.completed")
 
 
 @pytest.mark.parametrize(("reason", "status"), [("length", "incomplete"), ("stop", "completed")])

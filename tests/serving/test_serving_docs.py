@@ -20,6 +20,7 @@ from fastgen.serving.admission import request_limits
 from fastgen.serving.admission.bodies import MAX_LARGEST_BODIES
 from fastgen.serving.admission.request_memory import GRPC_PARTS
 from fastgen.serving.engine import recent_requests
+from fastgen.serving.http import unsent
 from fastgen.serving.http.openai.messages import MAX_PARTS
 from fastgen.serving.http.openai.requests import MAX_PROMPTS
 from fastgen.serving.isolated.encoding import encoder
@@ -77,11 +78,14 @@ def test_the_table_of_bounds_without_a_flag_has_their_numbers() -> None:
             request_limits.LOGPROB_BYTES,
             request_limits.LOGPROBS_TOKEN_BYTES,
         ],
+        "characters of prompts that the answers of a call repeat": [request_limits.MAX_ECHOED_CHARACTERS],
+        "MiB of answers by HTTP that wait for their clients": [unsent.MAX_UNSENT_BYTES / mib],
         "memory for bodies": [MAX_LARGEST_BODIES, GRPC_PARTS * MAX_LARGEST_BODIES],
         "a schema as a text, in characters": [response_format.MAX_CHARACTERS],
         "lexer states of a compiled format": [structured_output._LIMITS["max_lexer_states"]],
         "kept formats": [kept_formats.MAX_KEPT, kept_formats.MOST_BYTES / mib],
         "compiling a format": isolated(trial, waiting=queue.MAX_WAITING),
+        "remembered results of compiling a format": [trial._MAX_KEPT, trial._MAX_REASON],
         "rendering a conversation": isolated(renderer, renderer.MAX_CHARACTERS, waiting=renderer.MAX_WAITING),
         "encoding a text by a process": isolated(encoder, waiting=encoder.MAX_WAITING),
         "requests whose recording is remembered": [recent_requests.MAX_REMEMBERED],

@@ -7,6 +7,7 @@ from typing import Any
 import llguidance
 import pytest
 
+from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.serving.tools.formats import TOOL_FORMATS, ToolFormat
 from fastgen.serving.tools.grammar import ToolSchema, tool_grammar
@@ -98,6 +99,13 @@ def test_an_answer_may_have_a_format_where_it_is_no_call(tokenizer: Any) -> None
     assert taken(tokenizer, grammar, written(hermes, [RIGHT]))
     assert not taken(tokenizer, grammar, '{"b": 1}')
     assert not taken(tokenizer, grammar, "Hello")
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+def test_numbers_that_json_does_not_have_are_refused(number: float) -> None:
+    tools = [ToolSchema("look_up", {"const": number})]
+    with pytest.raises(InvalidArgumentError, match=r"cannot be written as JSON: .* \(in the parameters of look_up\)"):
+        tool_grammar(TOOL_FORMATS["hermes"], tools, {}, is_required=True, is_parallel=False)
 
 
 def test_compact_arguments_have_no_whitespace(tokenizer: Any) -> None:

@@ -40,6 +40,8 @@ LOGPROBS_SHARE = 16
 # measured when most is held: 95 to 125 and 240 of them are the engine's, and some of the server's are the encoded
 # answer. While an answer to a chat is encoded, that one takes up to twice as much.
 LOGPROB_BYTES, LOGPROBS_TOKEN_BYTES = 280, 1000
+# Characters of prompts that the answers of one call repeat.
+MAX_ECHOED_CHARACTERS = 1 << 24
 # With more of them, a request's log-probabilities are sent and collected in pieces.
 MANY_LOGPROBS = 1 << 14
 # Answers of a call with more tokens and log-probabilities together are encoded in pieces, on another thread.

@@ -1,6 +1,8 @@
-"""Attacks by JSON that takes long to parse, and JSON sent by pages of other sites."""
+"""Attacks by JSON that takes long to parse or to act on, and JSON sent by pages of other sites."""
 
 from __future__ import annotations
+
+import json
 
 from tests.serving.attacks.harness import MODEL, Attack, Target, check_status
 from tests.serving.http_client import RawClient
@@ -86,6 +88,22 @@ async def half_characters(target: Target, size: int) -> None:
             await _refused(target, path, body, 400)
 
 
+async def many_prompts(target: Target, size: int) -> None:
+    """Sends ``size`` prompts with fields that take milliseconds to read, once with each. All must be answered, but for
+    those of a format that takes too long to compile.
+    """
+    bounds = {f"a{number}": {"minimum": number} for number in range(5000)}
+    choices = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [*map(str, range(15_000))]}}}
+    for field, value, status in (
+        ("stop_token_ids", [*range(3, 1027)], 200),
+        ("logit_bias", {str(token_id): 1.0 for token_id in range(1024)}, 200),
+        ("response_format", choices, 200),
+        ("guided_json", {"properties": bounds}, 400),
+    ):
+        body = {"model": MODEL, "prompt": ["a"] * size, "max_tokens": 1, field: value}
+        await _answered(target, "/v1/completions", json.dumps(body).encode(), status, about=field)
+
+
 async def _too_many(target: Target, head: bytes, unit: bytes, end: bytes, size: int) -> None:
     body = head + unit * (size // len(unit)) + end
     for path in _LARGE:
@@ -93,10 +111,14 @@ async def _too_many(target: Target, head: bytes, unit: bytes, end: bytes, size: 
 
 
 async def _refused(target: Target, path: str, body: bytes, status: int) -> None:
+    await _answered(target, path, body, status, about=path)
+
+
+async def _answered(target: Target, path: str, body: bytes, status: int, *, about: str) -> None:
     client = await RawClient.connect(target.http)
     try:
         client.send(body, path=path)
-        check_status((await client.head())[0], status, about=path)
+        check_status((await client.head())[0], status, about=about)
     finally:
         client.leave()
 
@@ -111,4 +133,5 @@ ATTACKS = {
     "long_numbers": Attack(long_numbers, 8 << 20, 15 << 20),
     "pages_of_other_sites": Attack(pages_of_other_sites, 1, 10),
     "half_characters": Attack(half_characters, 1, 10),
+    "many_prompts": Attack(many_prompts, 500, 800),
 }

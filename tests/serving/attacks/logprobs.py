@@ -24,6 +24,20 @@ async def many_logprobs(target: Target, size: int) -> None:
     assert answer.count(b'"finish_reason":"length"') == 8  # parsing so much would delay the clients of this process
 
 
+async def answers_not_taken(target: Target, size: int) -> None:
+    """Asks ``size`` times for an answer of 54 MB, and reads its head only. The server must not keep all of them."""
+    body = json.dumps({"prompt": "a", "n": 128, "logprobs": 127, "max_new_tokens": 127, "ignore_eos": True})
+    clients = []
+    try:
+        for _ in range(size):
+            clients.append(client := await RawClient.connect(target.http))
+            client.send(body.encode(), path="/generate")
+            check_status((await client.head())[0], 200)
+    finally:
+        for client in clients:
+            client.leave()
+
+
 async def _generate(target: Target, **fields: Any) -> tuple[int, bytes]:
     client = await RawClient.connect(target.http)
     try:
@@ -37,4 +51,5 @@ async def _generate(target: Target, **fields: Any) -> tuple[int, bytes]:
 ATTACKS = {
     "endless_logprobs": Attack(endless_logprobs, 5, 50),
     "many_logprobs": Attack(many_logprobs, 300, 1500),
+    "answers_not_taken": Attack(answers_not_taken, 30, 20),
 }

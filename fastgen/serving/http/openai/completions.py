@@ -13,7 +13,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.outputs import GenerationOutput, Logprobs
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
-from fastgen.serving.admission.request_limits import MANY_CHARACTERS
+from fastgen.serving.admission.request_limits import MANY_CHARACTERS, MAX_ECHOED_CHARACTERS, MAX_REQUEST_LOGPROBS
 from fastgen.serving.answers import TextRules, Update
 from fastgen.serving.http.errors import ERRORS
 from fastgen.serving.http.json_route import JsonRoute
@@ -75,6 +75,7 @@ def completion_routes(service: Service) -> APIRouter:
             echoes = await asyncio.to_thread(_echoes, codec, prompts, prompt_ids) if body.echo else [""] * len(prompts)
         except InvalidArgumentError as error:
             raise BadRequestError(f"echo: {error}", param="echo") from error
+        _check_echoes(body, echoes, prompt_ids)
         writer = _Writer(service, body, prompts, prompt_ids, echoes, rules, f"cmpl-{request_id_of(request)}")
         is_stream = bool(body.stream)
         with naming_format(format_field(body)):
@@ -246,6 +247,24 @@ def _echoes(codec: TextCodec, prompts: list[str | list[int]], prompt_ids: list[l
     """Returns the texts of ``prompts``. Those of a million token ids take seconds."""
     decode = codec.decode if codec.has_tokenizer else lambda _: ""
     return [prompt if isinstance(prompt, str) else decode(ids) for prompt, ids in zip(prompts, prompt_ids, strict=True)]
+
+
+def _check_echoes(body: CompletionRequest, echoes: list[str], prompt_ids: list[list[int]]) -> None:
+    """Raises ``BadRequestError`` if the answers repeat too much of their prompts."""
+    n = body.n or 1
+    if (number := n * sum(map(len, echoes))) > MAX_ECHOED_CHARACTERS:
+        raise BadRequestError(
+            f"echo: the answers would repeat {number} characters of the prompts; this server repeats at most "
+            f"{MAX_ECHOED_CHARACTERS} in one call: ask for fewer prompts or completions",
+            param="echo",
+        )
+    more = (n - 1) * sum(map(len, prompt_ids)) * (1 + (body.logprobs or 0))
+    if body.echo and body.logprobs is not None and more > MAX_REQUEST_LOGPROBS:
+        raise BadRequestError(
+            f"echo: {n} completions would repeat {more} log-probabilities of the prompts; this server repeats at most "
+            f"{MAX_REQUEST_LOGPROBS} in one call: ask for fewer prompts, alternatives or completions",
+            param="echo",
+        )
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:

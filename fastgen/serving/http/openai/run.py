@@ -67,6 +67,7 @@ class Batch:
         together; then none is queued.
         """
         _check_num_answers(samplings)
+        service.check_num_requests(len(prompts))
         batch = cls([])
         try:
             async with unless_gone(request):  # a format may wait for its trial
