@@ -283,6 +283,10 @@ def test_requests_before_one_that_is_wrong_are_answered_and_it_is_not(
         (post("/echo", b"abc", "content-length: 4"), "Duplicate Content-Length"),
         (post("/echo", b"abc", "transfer-encoding: chunked"), "Transfer-Encoding"),
         (CHUNKED + b"fffffffffffffffffff\r\n", "Chunk size overflow"),
+        (
+            CHUNKED.replace(b"chunked", b"gzip, chunked") + b"3\r\nabc\r\n0\r\n\r\n",
+            "transfer-encoding 'gzip, chunked' is not read here: send the body as it is",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_the_reason(request_: bytes, reason: str) -> None:
@@ -290,6 +294,17 @@ def test_what_cannot_be_read_is_refused_with_the_reason(request_: bytes, reason:
         status, headers, body = await server.ask(request_)
         assert (status, headers["connection"]) == (400, "close")
         assert reason in error_of(body)
+
+    check(test)
+
+
+@pytest.mark.parametrize("url", ["http://localhost", "http://localhost?a=b", "http://localhost/", "/"])
+def test_an_absolute_url_without_a_path_is_the_root(url: str) -> None:
+    async def test(server: Served) -> None:
+        answers = [await server.ask(f"GET {each} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()) for each in (url, "/")]
+        (status, _, body), (expected_status, _, expected) = answers
+        assert (status, body) == (expected_status, expected)
+        assert status != 400
 
     check(test)
 

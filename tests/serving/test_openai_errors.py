@@ -399,6 +399,7 @@ def test_paths_and_methods_that_are_not_there(server: ServerProcess) -> None:
         ("GET", "/v1/responses/resp_1", "nothing is stored here"),
         ("DELETE", "/v1/responses/resp_1", "nothing is stored here"),
         ("POST", "/v1/responses/resp_1/cancel", "nothing is stored here"),
+        ("POST", "/v1/responses/input_tokens", "POST /tokenize counts those"),
         ("GET", "/v1/responses/resp_1/input_items", "nothing is stored here"),
         ("POST", "/v1/conversations", "nothing is stored here"),
         ("GET", "/v1/conversations/conv_1", "nothing is stored here"),

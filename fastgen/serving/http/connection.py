@@ -175,6 +175,14 @@ class LimitedConnection(HttpToolsProtocol):
             error = BadRequestError(f"a request needs one Host field, and has {num_hosts}")
             self._refuse_received(error, "not_http")
             raise httptools.HttpParserCallbackError
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and [each.strip().lower() for each in codings] != [b"chunked"]:
+            coding = repr(b", ".join(codings).decode("latin-1"))
+            error = BadRequestError(f"transfer-encoding {coding:.100} is not read here: send the body as it is")
+            self._refuse_received(error, "encoding")
+            raise httptools.HttpParserCallbackError
+        if self.url.startswith(b"http"):
+            self.url = _with_path(self.url)
         self._unset_keepalive_if_required()
         self._head_since_s, self._has_head_begun, self._has_progressed = None, False, True
         self.scope["state"]["gone"] = self._gone
@@ -371,6 +379,16 @@ def _speak_http_1_0(cycle: RequestResponseCycle) -> None:
 
     cycle.send = send_unchunked  # type: ignore[method-assign]
     cycle.waiting_for_100_continue = False
+
+
+def _with_path(url: bytes) -> bytes:
+    """Returns the path of an absolute ``url`` without one, which is the root (RFC 9110, section 4.2.3), and other URLs
+    as they are.
+    """
+    parsed = httptools.parse_url(url)
+    if parsed.path is not None:
+        return url
+    return b"/" if parsed.query is None else b"/?" + parsed.query
 
 
 def _head_too_large() -> TooLargeError:

@@ -124,18 +124,23 @@ class ToolCallParser:
             if begin == "{":
                 return
         mark = self._marks[0]
-        while (found := self._text.find(mark)) < 0:
-            self._emit_content(self._num_certain(mark))
+        num_blank = 0  # characters at the beginning of the text, which may be many: they are looked at once
+        while (found := self._text.find(mark, num_blank)) < 0:
+            self._emit_content(self._num_certain(mark, num_blank))
+            num_blank = max(0, len(self._text) - len(mark))
             yield from self._more()
         num_before = len(self._text[:found].rstrip())
         self._emit_content(num_before)
         self._at = self._num_opening = found - num_before + len(mark)
 
-    def _num_certain(self, mark: str) -> int:
-        """Returns how many characters are content, whatever follows. The text does not hold ``mark``."""
-        text = self._text
+    def _num_certain(self, mark: str, num_blank: int) -> int:
+        """Returns how many characters are content, whatever follows. The text does not hold ``mark``, and begins with
+        ``num_blank`` blanks.
+        """
+        text = self._text[num_blank:]
         held = next((size for size in range(min(len(mark), len(text)), 0, -1) if mark.startswith(text[-size:])), 0)
-        return len(text[: len(text) - held].rstrip())
+        num_seen = len(text[: len(text) - held].rstrip())
+        return num_blank + num_seen if num_seen else 0
 
     def _read_section(self) -> _Steps:
         """Reads the calls after an opening, up to the closing."""

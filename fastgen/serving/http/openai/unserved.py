@@ -9,6 +9,7 @@ _STORED = (
     "nothing is stored here, so there is no response or conversation to retrieve, continue, cancel or delete; keep the "
     "answer, and send the whole conversation as input"
 )
+_COUNTS = "tokens of a response's input are not counted here; POST /tokenize counts those of a text or of messages"
 _EMBEDDINGS = (
     "embeddings are not served here: this server generates text; serve an embedding model by another program, and give "
     "its address to the client that needs embeddings"
@@ -22,9 +23,13 @@ def unserved_routes() -> APIRouter:
     async def refuse_stored() -> None:
         raise HTTPException(404, _STORED)
 
+    async def refuse_counts() -> None:
+        raise HTTPException(404, _COUNTS)
+
     async def refuse_embeddings() -> None:
         raise HTTPException(404, _EMBEDDINGS)
 
+    router.add_api_route("/v1/responses/input_tokens", refuse_counts, methods=["POST"])
     router.add_api_route("/v1/responses/{rest:path}", refuse_stored, methods=["GET", "POST", "DELETE"])
     router.add_api_route("/v1/conversations", refuse_stored, methods=["POST"])
     router.add_api_route("/v1/conversations/{rest:path}", refuse_stored, methods=["GET", "POST", "DELETE"])

@@ -171,7 +171,9 @@ def messages_of(instructions: str | None, given: str | Sequence[Any]) -> list[Me
 def _add_call(message: Message, item: FunctionCall) -> None:
     assert isinstance(message, AssistantMessage)
     function = CalledFunction.model_construct(name=item.name, arguments=item.arguments)  # they are parsed already
-    message.tool_calls = [*(message.tool_calls or ()), ToolCall(id=item.call_id, type="function", function=function)]
+    if message.tool_calls is None:
+        message.tool_calls = []
+    message.tool_calls.append(ToolCall(id=item.call_id, type="function", function=function))
 
 
 def _message(item: Any) -> Message:
