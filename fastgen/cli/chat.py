@@ -44,6 +44,7 @@ def chat(
     opening = [{"role": "system", "content": options.check_text(system)}] if system is not None else []
     on_terminal = options.stdin().isatty()
     with fastgen.load(model, **load) as llm:
+        llm.check_can_chat()  # before the first turn is typed
         if on_terminal:
             print(_HELP)
         messages = list(opening)

@@ -51,9 +51,18 @@ class LLM:
         self._lock = threading.Lock()
         self._streams: list[tuple[weakref.ref[Stream], Generation]] = []
 
+    def __repr__(self) -> str:
+        engine = self._engine
+        state = "closed" if engine is None else f"max_model_len={self.config.max_model_len}"
+        return f"<fastgen.LLM {self.name}: {self.spec.architecture}, {state}>"
+
     @property
     def tokenizer(self) -> Any:
         return self._codec.tokenizer
+
+    def check_can_chat(self) -> None:
+        """Raises ``InvalidArgumentError`` if the model lacks the tokenizer or chat template that :meth:`chat` needs."""
+        self._codec.check_can_chat()
 
     @property
     def model(self) -> CausalLM:

@@ -139,7 +139,8 @@ async def _run(
                 beside = request_memory(options, memory_bytes())
                 _log.info("memory of %s:\n%s\n%s", service.model_name, service.facts.ledger, beside)
                 log.flush()
-                write_text(STDOUT, announcement(deployment, needs_key=bool(options.api_keys)))
+                takes_text = bool(service.facts.tokenizer_class)
+                write_text(STDOUT, announcement(deployment, needs_key=bool(options.api_keys), takes_text=takes_text))
                 on_ready(deployment)
                 await endings.first_or(_failure(service))
                 if is_shared:
@@ -219,12 +220,13 @@ def _address(options: ServeOptions, listener: socket.socket) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def announcement(deployment: Deployment, *, needs_key: bool) -> str:
-    """Returns the addresses and a command to try."""
+def announcement(deployment: Deployment, *, needs_key: bool, takes_text: bool = True) -> str:
+    """Returns the addresses and a command to try. A model without a tokenizer does not take text."""
     lines = [f"{deployment.name} is served at {deployment.address}"]
     if deployment.grpc_address is not None:
         lines.append(f"and by gRPC at {deployment.grpc_address}")
-    body = json.dumps({"model": deployment.name, "prompt": "Once upon a time", "max_tokens": 32})
+    prompt = "Once upon a time" if takes_text else [1, 2, 3]
+    body = json.dumps({"model": deployment.name, "prompt": prompt, "max_tokens": 32})
     headers = "-H 'content-type: application/json'" + (" -H 'authorization: Bearer KEY'" if needs_key else "")
     lines.append(f"try  curl {deployment.address}/v1/completions {headers} -d '{body}'")
     return "\n".join(f"fastgen: {line}" for line in lines)

@@ -72,6 +72,12 @@ class StubLLM:
     loaded: tuple[str, dict[str, Any]] | None = None
     num_streams_closed: int = 0
     closed: bool = False
+    # What :meth:`check_can_chat` raises.
+    cannot_chat: Exception | None = None
+
+    def check_can_chat(self) -> None:
+        if self.cannot_chat is not None:
+            raise self.cannot_chat
 
     def __enter__(self) -> StubLLM:
         return self

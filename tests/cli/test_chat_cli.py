@@ -30,6 +30,13 @@ def test_the_last_line_needs_no_newline(run, stub) -> None:
     assert run("chat", "m", stdin="").out == ""
 
 
+def test_a_model_that_cannot_chat_says_so_before_the_first_turn(run, stub) -> None:
+    stub.cannot_chat = InvalidArgumentError("it has no chat template")
+    done = run("chat", "m", stdin="")
+    assert (done.status, done.out, done.err) == (1, "", "fastgen: it has no chat template\n")
+    assert stub.closed
+
+
 def test_the_system_message_opens_every_conversation(run, stub) -> None:
     run("chat", "m", "--system", "be brief", stdin="a\n/reset\nb\n")
     opening = {"role": "system", "content": "be brief"}

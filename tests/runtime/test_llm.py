@@ -528,7 +528,7 @@ def test_a_template_that_is_absent_refuses_or_attacks(
 # Loading, closing, interrupting
 
 
-def test_defaults_come_from_generation_config(tmp_path: Path) -> None:
+def test_defaults_come_from_generation_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_checkpoint("llama", tmp_path)
     (tmp_path / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [2, 7], "do_sample": True, "top_k": 3})
@@ -543,6 +543,10 @@ def test_defaults_come_from_generation_config(tmp_path: Path) -> None:
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
         with pytest.raises(CheckpointError, match=rf"^{tmp_path}: generation_config.json: eos_token_id must be"):
             fastgen.load(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"suppress_tokens": [3], "num_beams": 2}))
+    with caplog.at_level("WARNING"):
+        fastgen.load(tmp_path).close()
+    assert "generation_config.json sets num_beams, suppress_tokens, by which transformers chooses" in caplog.text
     (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": -1}))
     with pytest.raises(CheckpointError, match=r"generation_config.json: temperature"):
         fastgen.load(tmp_path)
@@ -555,6 +559,8 @@ def test_without_a_tokenizer_token_ids_still_work(tmp_path: Path) -> None:
         assert (output.text, len(output.token_ids)) == ("", 3)
         with pytest.raises(InvalidArgumentError, match="needs a tokenizer"):
             llm.generate("text")
+        with pytest.raises(InvalidArgumentError, match="a conversation needs a tokenizer"):
+            llm.check_can_chat()
         with pytest.raises(InvalidArgumentError, match="use stop_token_ids"):
             llm.generate(PROMPT, stop="x")
 
@@ -635,8 +641,10 @@ def test_a_closed_model_says_so(directory: Path) -> None:
     llm = fastgen.load(directory)
     stream = llm.stream(PROMPT, max_new_tokens=30, ignore_eos=True)
     next(stream)
+    assert repr(llm) == f"<fastgen.LLM {directory}: LlamaForCausalLM, max_model_len={llm.config.max_model_len}>"
     llm.close()
     llm.close()
+    assert repr(llm) == f"<fastgen.LLM {directory}: LlamaForCausalLM, closed>"
     assert stream.output.finish_reason == "cancelled"
     with pytest.raises(FastgenError, match="closed"):
         llm.generate(PROMPT)

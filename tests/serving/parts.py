@@ -38,7 +38,7 @@ class Parts:
         service = SimpleNamespace(
             metrics=SimpleNamespace(log_line_dropped=None),
             model_name="m",
-            facts=SimpleNamespace(ledger="total 3 MiB"),
+            facts=SimpleNamespace(ledger="total 3 MiB", tokenizer_class="Any"),
             engine=SimpleNamespace(failed=self._never),
             start=self._noting("the engine starts"),
             drain=self._noting("the engine drains"),

@@ -251,6 +251,7 @@ def test_the_command_to_try_is_whole() -> None:
             f"{key} -d "
             """'{"model": "stories", "prompt": "Once upon a time", "max_tokens": 32}'"""
         )
+    assert '"prompt": [1, 2, 3]' in announcement(one, needs_key=False, takes_text=False)
 
 
 def test_connections_that_are_left_at_the_second_signal_are_cut_and_none_is_waited_for() -> None:

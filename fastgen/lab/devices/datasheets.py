@@ -72,7 +72,10 @@ class Datasheet:
         """
         found = {str(name): rate for name, rate in self.rates.items()}.get(dtype)
         if not self.rates:
-            raise InvalidArgumentError(f"{self.name} has no datasheet: measure what its steps cost, by a calibration")
+            raise InvalidArgumentError(
+                f"{self.name} has no datasheet: measure what its steps cost by `fastgen calibrate`, and give the file "
+                "as --calibration"
+            )
         if found is None:
             raise InvalidArgumentError(f"{self.name} has no rate for {dtype}: it has {', '.join(self.rates)}")
         return found

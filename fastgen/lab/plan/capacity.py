@@ -136,7 +136,7 @@ def capacity(memory: ShardMemory, shape: Shape, sizes: Sizes, token_budget: int)
     if shape.total > longest:
         raise InvalidArgumentError(
             f"a request of {shape.prompt} + {shape.answer} = {shape.total} tokens is longer than "
-            f"max_model_len={longest}"
+            f"max_model_len={longest}; choose a shorter prompt or answer (--prompt, --answer)"
         )
     found = Capacity(
         config,

@@ -88,6 +88,14 @@ class TextCodec:
             return self.encode_text(prompt, add_special_tokens=True)
         return as_token_ids(prompt)
 
+    def check_can_chat(self) -> None:
+        """Raises ``InvalidArgumentError`` if it cannot encode conversations."""
+        self._need_tokenizer("a conversation")
+        if not self.has_chat_template:
+            raise InvalidArgumentError(
+                "this model's tokenizer has no chat template; use generate with a prompt of your own"
+            )
+
     def chat_template(self, *, has_tools: bool) -> str:
         """Returns the checkpoint's chat template; of several, the one for conversations with or without tools. Empty if
         it has none.
@@ -120,11 +128,7 @@ class TextCodec:
         if not isinstance(messages, (list, tuple)):
             raise InvalidArgumentError(f"a conversation is a list of messages, not {messages!r:.40}")
         plain = [_plain_message(index, message) for index, message in enumerate(messages)]
-        self._need_tokenizer("a conversation")
-        if not self.has_chat_template:
-            raise InvalidArgumentError(
-                "this model's tokenizer has no chat template; use generate with a prompt of your own"
-            )
+        self.check_can_chat()
         try:
             try:
                 return self.render_chat(plain, tools, options)
@@ -236,7 +240,8 @@ class TextCodec:
     def _need_tokenizer(self, what: str) -> None:
         if self.tokenizer is None:
             raise InvalidArgumentError(
-                f"{what} needs a tokenizer, and this checkpoint has none; give token ids instead"
+                f"{what} needs a tokenizer, and this checkpoint has none; in Python and by the API a prompt may be a "
+                "list of token ids"
             )
 
 

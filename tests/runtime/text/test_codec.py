@@ -121,8 +121,9 @@ def test_no_code_of_the_checkpoint_is_run(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]}})
     )
-    with pytest.raises(CheckpointError, match="its tokenizer cannot be loaded"):
+    with pytest.raises(CheckpointError, match="its tokenizer needs code of the checkpoint's own") as refused:
         codec_of(tmp_path)
+    assert "trust_remote_code" not in str(refused.value)
     assert not marker.exists()
 
 
