@@ -80,6 +80,8 @@ class Option:
     # The name of the argument, and the type of the value that users give, where they are not the field's.
     name: str | None = None
     type: Any = None
+    # What only users of the command line need to know: one sentence.
+    flag_help: str = ""
     # The flag, where it is not the argument's name in kebab case.
     flag: str | None = None
     # A one-letter flag for the same.

@@ -190,8 +190,9 @@ class LoadOptions:
     allow_config_keys: Annotated[
         Sequence[str],
         Option(
-            "Keys of config.json to accept although the recipe does not know them. Repeatable.",
+            "Keys of config.json to accept although the recipe does not know them.",
             "config.json must have them.",
+            flag_help="Repeatable.",
             flag="--allow-config-key",
             metavar="KEY",
         ),

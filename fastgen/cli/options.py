@@ -85,7 +85,8 @@ def _flags(argument: Argument) -> list[inspect.Parameter]:
     spellings = [f"{name}/--no-{name[2:]}" if kind is bool and argument.default is True else name]
     if option.short_flag is not None:
         spellings.append(option.short_flag)
-    flags = [_flag(argument.name, kind, typer.Option(*spellings, metavar=option.metavar, help=option.help + default))]
+    shown = f"{option.help} {option.flag_help}".rstrip()
+    flags = [_flag(argument.name, kind, typer.Option(*spellings, metavar=option.metavar, help=shown + default))]
     if (second := option.second_flag) is not None:
         read = typer.Option(second.name, metavar=second.metavar, help=second.help)
         flags.append(_flag(second.name.removeprefix("--"), second.type, read))

@@ -148,7 +148,8 @@ class ServeOptions:
     allow_origins: Annotated[
         tuple[str, ...],
         Option(
-            "Site whose pages may call this server (CORS), such as https://example.org. Repeatable.",
+            "Site whose pages may call this server (CORS), such as https://example.org.",
+            flag_help="Repeatable.",
             flag="--allow-origin",
             metavar="SITE",
             type=Sequence[str],
@@ -158,8 +159,9 @@ class ServeOptions:
     allow_hosts: Annotated[
         tuple[str, ...],
         Option(
-            "Name under which clients may call a server of this machine that has no keys. Repeatable.",
+            "Name under which clients may call a server of this machine that has no keys.",
             "localhost and addresses in numbers may always be used; * is every name.",
+            flag_help="Repeatable.",
             flag="--allow-host",
             metavar="NAME",
             type=Sequence[str],

@@ -17,6 +17,7 @@ from fastgen.arguments import Option, show_arguments
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.response_format import ResponseFormat, parse_response_format
 
+_REPEATABLE, _WITH_JSON = "Repeatable.", "Shown with --json."
 # Most completions of one request.
 MAX_N = 16384
 
@@ -49,7 +50,7 @@ class SamplingParams:
     # Token id to the bias added to its logit; [−100, 100].
     logit_bias: Annotated[
         Mapping[int, float],
-        Option("Added to the logit of token ID. Repeatable.", metavar="ID=BIAS", flag_type=list[str]),
+        Option("Added to the logits of tokens.", flag_help=_REPEATABLE, metavar="ID=BIAS", flag_type=list[str]),
     ] = field(default_factory=dict, hash=False)
     # Divides the logits; 0 is greedy, and then top-k, top-p, min-p and the seed have no effect.
     temperature: Annotated[
@@ -76,19 +77,25 @@ class SamplingParams:
     # How many completions of the prompt; 1 to :data:`MAX_N`.
     n: Annotated[int, Option("Answers to each prompt.", short_flag="-n")] = 1
     # Strings that end the request and are not part of its text. A single string or any iterable of strings.
-    stop: Annotated[tuple[str, ...], Option("End the answer before this text. Repeatable.", metavar="TEXT")] = ()
+    stop: Annotated[
+        tuple[str, ...], Option("End the answer before this text.", flag_help=_REPEATABLE, metavar="TEXT")
+    ] = ()
     # Token ids that end the request, beside the model's own end-of-text ids; they contribute no text.
     stop_token_ids: Annotated[
-        tuple[int, ...], Option("End the answer at this token. Repeatable.", flag="--stop-token-id", metavar="ID")
+        tuple[int, ...],
+        Option("End the answer at this token.", flag_help=_REPEATABLE, flag="--stop-token-id", metavar="ID"),
     ] = ()
     # The model's end-of-text tokens are ordinary ones: they end nothing, and ``min_new_tokens`` allows them.
     ignore_eos: Annotated[bool, Option("Do not end at the end-of-text token.")] = False
     # ``None``, or how many alternatives are reported beside each generated token's own log-probability.
     logprobs: Annotated[
-        int | None, Option("With --json: log-probabilities of each token and of so many alternatives.")
+        int | None,
+        Option("Log-probabilities of each token and of so many alternatives.", flag_help=_WITH_JSON),
     ] = None
     # The same for each prompt token.
-    prompt_logprobs: Annotated[int | None, Option("With --json: the same for the tokens of the prompt.")] = None
+    prompt_logprobs: Annotated[int | None, Option("The same for the tokens of the prompt.", flag_help=_WITH_JSON)] = (
+        None
+    )
     # Seconds from submission after which the request finishes with ``"timeout"``; ``None`` is no limit.
     timeout_s: Annotated[float | None, Option("Seconds after which an answer is cut off.")] = None
     # How many beams a beam search keeps, of which the best ``n`` are returned, best first; 1 is no beam search.
