@@ -42,7 +42,8 @@ def _row(argument: Argument) -> str:
     first = ", ".join(f"`{flag}`" for flag in flags)
     if argument.flag[2:].replace("-", "_") != argument.name or argument.is_required:
         first += f" (`{argument.name}`)"
-    meaning = " ".join(part for part in (argument.option.help, argument.option.details) if part)
+    option = argument.option
+    meaning = " ".join(part for part in (option.help, option.flag_help, option.details) if part)
     return f"| {first} | {argument.default_text} | {meaning} |"
 
 
