@@ -184,14 +184,14 @@ class Service:
         self._watch.submitted(request, admitted)
         return Running(self, request, answers, admitted)
 
-    def check_num_requests(self, number: int) -> None:
+    def check_num_requests(self, number: int, param: str) -> None:
         """Raises ``BadRequestError`` if so many requests at once would not be admitted even by an idle server."""
         most = self._watch.admission.limits.max_queued_requests
         if number > most:
             raise BadRequestError(
-                f"prompt: {number} prompts are {number} requests, and this server lets at most {most} wait "
+                f"{param}: {number} prompts are {number} requests, and this server lets at most {most} wait "
                 "(--max-queued-requests); send fewer in a call",
-                param="prompt",
+                param=param,
             )
 
     def _check_taking(self) -> None:

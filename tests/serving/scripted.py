@@ -79,7 +79,7 @@ class ScriptedService:
     def num_cancelled(self) -> int:
         return len(self._cancelled)
 
-    def check_num_requests(self, number: int) -> None:
+    def check_num_requests(self, number: int, param: str) -> None:
         """Takes any number."""
 
     async def submit(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ class Transport(asyncio.Transport):
         self.written = b""
         self.is_closed = self.is_aborted = False
         self.num_waiting = 1 << 20
+        self.on_written: Callable[[], None] = lambda: None
 
     def get_write_buffer_size(self) -> int:
         return self.num_waiting
@@ -39,6 +40,7 @@ class Transport(asyncio.Transport):
 
     def write(self, data: Any) -> None:
         self.written += data
+        self.on_written()
 
     def close(self) -> None:
         self.is_closed = True
@@ -254,6 +256,76 @@ def test_answers_that_are_not_taken_are_bounded_over_all_connections() -> None:
         assert not any(each.played.is_aborted for each in (first, second, third, fourth))
         first.pause_writing()
         assert [each.played.is_aborted for each in (first, second, third, fourth)] == [False, False, False, True]
+
+    on_uvloop(run())
+
+
+def test_an_answer_is_given_to_the_transport_as_the_client_takes_it_and_counted_meanwhile() -> None:
+    body = bytes(300_000)
+
+    async def run() -> None:
+        async with connected() as connection:
+            connection.played.num_waiting = 0
+            connection.pause_writing()
+            connection.data_received(post("/echo", body))
+            await asyncio.sleep(0)
+            assert connection.num_unsent == 0, "it is not made yet"
+            while not connection.application.bodies:
+                await asyncio.sleep(0)
+            assert connection.played.written == b""
+            connection.played.on_written = connection.pause_writing
+            connection.resume_writing()
+            for _ in range(5):
+                before = len(connection.played.written)
+                await asyncio.sleep(0.01)
+                assert connection.num_unsent == len(body)
+                assert len(connection.played.written) - before < 65_600
+                connection.resume_writing()
+            while not connection.played.written.endswith(b"\r\n0\r\n\r\n"):
+                await asyncio.sleep(0)
+            assert connection.played.written.count(b"\0") == len(body)
+            assert connection.num_unsent == 0
+
+    on_uvloop(run())
+
+
+def test_nothing_is_sent_to_a_client_that_is_cut_while_a_pipelined_answer_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run() -> None:
+        async with connected() as connection:
+            connection.data_received(post("/later", bytes(100_000)) + post("/later", b""))
+            while not connection.application.bodies:
+                await asyncio.sleep(0)
+            connection.pause_writing()
+            connection.application.let_go.set()
+            await asyncio.sleep(0.01)
+            assert connection.played.written == b""
+            connection.abort()
+            connection.connection_lost(None)
+            await asyncio.sleep(0.01)
+            assert connection.played.written == b""
+
+    on_uvloop(run())
+    assert not caplog.records
+
+
+def test_a_client_that_takes_what_the_system_holds_is_not_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_in_the_system = 1 << 22
+    monkeypatch.setattr("fastgen.serving.http.connection.time.monotonic", lambda: NOW_S)
+    monkeypatch.setattr("fastgen.serving.http.connection.unacknowledged", lambda connected: num_in_the_system)
+
+    async def run() -> None:
+        nonlocal num_in_the_system
+        async with connected(write_timeout_s=10) as connection:
+            connection.data_received(post("/never", b""))
+            connection.pause_writing()
+            for turn in range(1, 4):
+                num_in_the_system -= 65_536
+                connection.close_if_slow(NOW_S + 10 * turn)
+            assert not connection.played.is_closing()
+            connection.close_if_slow(NOW_S + 41)
+            assert connection.played.is_aborted
 
     on_uvloop(run())
 

@@ -19,6 +19,7 @@ from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.simulated import SimulatedServer
 from fastgen.runtime.step_cost.cost import StepCost
+from fastgen.serving.engine import process as engine_process
 from fastgen.serving.engine.connections import Connections
 from fastgen.serving.engine.formats import FormatThread
 from fastgen.serving.engine.messages import (
@@ -157,7 +158,8 @@ def played() -> Iterator[Process]:
 
 
 def submit(number: int, num_tokens: int = 5, *, is_stream: bool = True) -> Submit:
-    return Submit(number, [5, 6, 7], {"max_new_tokens": num_tokens, "ignore_eos": True}, is_stream)
+    sampling = SamplingPacker().pack(SamplingParams(max_new_tokens=num_tokens, ignore_eos=True))
+    return Submit(number, [5, 6, 7], sampling, is_stream)
 
 
 def known_requests(loop: EngineLoop) -> set[int]:
@@ -293,6 +295,20 @@ def test_requests_that_are_cancelled_before_they_began_leave_nothing(process: Pr
     assert not process.engine.has_work
     assert not known_requests(process.loop)
     assert process.loop._ended == []
+
+
+def test_cancels_and_questions_wait_for_no_requests(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many requests some are queued before each step, and the others are cancelled before they are."""
+    monkeypatch.setattr(engine_process, "_SUBMITTING_S", -1.0)
+    process.next_status()
+    process.parent.send(*[submit(number, END) for number in range(1, 5)], Cancel(3), Ask(99, "metrics"))
+    process.run(lambda: process.parent.reply(99))
+    assert len(process.loop._open) < 3
+    process.run(lambda: process.status.num_open == 3)
+    process.run(lambda: len(process.parent.num_tokens) == 3)
+    assert process.loop._open.keys() == {1, 2, 4}
+    process.parent.send(*[Cancel(number) for number in (1, 2, 4)])
+    process.run(lambda: process.status.num_open == 0)
 
 
 def test_a_request_that_is_cancelled_while_its_format_is_compiled_never_begins(process: Process) -> None:

@@ -139,7 +139,7 @@ def test_a_call_with_many_prompts_lets_other_requests_have_their_turn() -> None:
     num_since_turn, most = 0, 0
 
     class Taking:
-        def check_num_requests(self, number: int) -> None:
+        def check_num_requests(self, number: int, param: str) -> None:
             assert number == 1000
 
         async def submit(self, *arguments: Any, **more: Any) -> Any:
@@ -171,7 +171,7 @@ def test_a_call_with_many_prompts_lets_other_requests_have_their_turn() -> None:
 
 def test_a_call_may_ask_for_4096_answers_together() -> None:
     class Taking:
-        def check_num_requests(self, number: int) -> None:
+        def check_num_requests(self, number: int, param: str) -> None:
             pass
 
         async def submit(self, *arguments: Any, **more: Any) -> Any:
@@ -193,6 +193,8 @@ def test_a_call_has_no_more_prompts_than_may_wait(deployment: Deployment) -> Non
     answer = httpx2.post(deployment.address + "/v1/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
     assert "this server lets at most 1024 wait (--max-queued-requests)" in answer.json()["error"]["message"]
+    answer = httpx2.post(deployment.address + "/invocations", json={"inputs": ["a"] * 1025})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "inputs")
 
 
 @pytest.mark.parametrize(

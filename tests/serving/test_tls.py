@@ -148,6 +148,31 @@ def test_the_attack_of_idle_connections() -> None:
     check(test, options(max_connections=10, header_timeout_s=0.5))
 
 
+@pytest.mark.parametrize("more", [(), ("connection: close",)], ids=["kept", "closed"])
+def test_a_client_that_is_slow_gets_its_whole_answer(more: tuple[str, ...]) -> None:
+    """An answer waits longer for its client than a connection without one."""
+    body = bytes(12 << 20)
+
+    def take(port: int) -> bytes:
+        plain = socket.socket()
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        plain.connect(("127.0.0.1", port))
+        with trusting().wrap_socket(plain, server_hostname="127.0.0.1") as client:
+            client.sendall(post("/echo", body, *more))
+            found = client.recv(1000)
+            time.sleep(2.0)
+            while not found.endswith(b"\r\n0\r\n\r\n") and (piece := client.recv(1 << 20)):
+                found += piece
+        return found
+
+    async def test(server: Served) -> None:
+        found = await asyncio.to_thread(take, server.port)
+        assert found.endswith(b"\r\n0\r\n\r\n")
+        assert len(found) > len(body)
+
+    check(test, options(keep_alive_s=0.3))
+
+
 @pytest.mark.parametrize("has_asked", [True, False])
 def test_a_server_that_ends_waits_a_second_for_clients_that_do_not_look(
     has_asked: bool, caplog: pytest.LogCaptureFixture

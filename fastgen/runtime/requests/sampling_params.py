@@ -5,15 +5,17 @@ A :class:`SamplingParams` that exists is valid: every field has its type and lie
 """
 
 import difflib
+import inspect
 import math
 import reprlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import wraps
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
-from fastgen.arguments import Option, show_arguments
+from fastgen.arguments import Option, arguments_of
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.response_format import ResponseFormat, parse_response_format
 
@@ -22,7 +24,7 @@ _REPEATABLE, _WITH_JSON = "Repeatable.", "Shown with --json."
 MAX_N = 16384
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False)
 class SamplingParams:
     """The rules by which the tokens of one request are chosen, and by which it ends.
 
@@ -120,35 +122,33 @@ class SamplingParams:
         Option('Shape that the answer must have, such as {"type": "json_object"}.', metavar="JSON"),
     ] = None
 
-    if TYPE_CHECKING:  # what is taken; the fields hold what the checks make of it
-
-        def __init__(
-            self,
-            *,
-            max_new_tokens: int = 128,
-            min_new_tokens: int = 0,
-            repetition_penalty: float = 1.0,
-            presence_penalty: float = 0.0,
-            frequency_penalty: float = 0.0,
-            logit_bias: Mapping[int, float] | None = None,
-            temperature: float = 0.0,
-            top_k: int = 0,
-            top_p: float = 1.0,
-            min_p: float = 0.0,
-            seed: int | None = None,
-            n: int = 1,
-            stop: str | Iterable[str] | None = (),
-            stop_token_ids: Iterable[int] | None = (),
-            ignore_eos: bool = False,
-            logprobs: int | None = None,
-            prompt_logprobs: int | None = None,
-            timeout_s: float | None = None,
-            beam_width: int = 1,
-            length_penalty: float = 1.0,
-            early_stopping: bool | Literal["never"] = False,
-            priority: int = 0,
-            response_format: ResponseFormat | Mapping[str, Any] | None = None,
-        ) -> None: ...
+    def __init__(  # what is taken; the fields hold what the checks make of it
+        self,
+        *,
+        max_new_tokens: int = 128,
+        min_new_tokens: int = 0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        n: int = 1,
+        stop: str | Iterable[str] | None = (),
+        stop_token_ids: Iterable[int] | None = (),
+        ignore_eos: bool = False,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        timeout_s: float | None = None,
+        beam_width: int = 1,
+        length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] = False,
+        priority: int = 0,
+        response_format: ResponseFormat | Mapping[str, Any] | None = None,
+    ) -> None: ...
 
     def _fill(self, given: dict[str, object]) -> None:
         """Sets the fields to what is ``given``, each checked, and the rest to the defaults, which are valid."""
@@ -241,7 +241,7 @@ def not_followed(generation_config: Mapping[str, Any]) -> list[str]:
     are not followed here.
     """
     off = _NOT_FOLLOWED | (_NOT_FOLLOWED_IN_SAMPLING if generation_config.get("do_sample") is True else {})
-    return [name for name, value in off.items() if generation_config.get(name, value) not in (value, None)]
+    return [name for name, value in off.items() if generation_config.get(name, value) not in (value, None, [])]
 
 
 def resolve_seed(sampling: SamplingParams) -> SamplingParams:
@@ -396,13 +396,15 @@ assert list(_CHECKS) == [item.name for item in fields(SamplingParams)], "every f
 _DEFAULTS = {item.name: item.default for item in fields(SamplingParams)}
 
 
-# The ``__init__`` of a dataclass takes seven microseconds for fields that are mostly at their defaults, and a server
-# makes one for each request.
+# An ``__init__`` with so many parameters takes microseconds for fields that are mostly at their defaults, and a server
+# makes one for each request. Its signature is kept for readers and type checkers.
+@wraps(SamplingParams.__init__)
 def _init(self: SamplingParams, **given: object) -> None:
     self._fill(given)
 
 
-_init.__doc__ = SamplingParams.__doc__
-show_arguments(_init, SamplingParams)
-SamplingParams.__doc__ = _init.__doc__
 SamplingParams.__init__ = _init  # type: ignore[method-assign]
+SamplingParams.__doc__ = "\n".join(
+    [inspect.cleandoc(SamplingParams.__doc__ or ""), ""]
+    + [f"``{each.name}``: {each.option.help} Default: {each.default!r}." for each in arguments_of(SamplingParams)]
+)

@@ -16,6 +16,7 @@ from fastgen.serving.engine.messages import (
     Refused,
     Report,
     Status,
+    Submit,
     ToServer,
     encoder,
     from_server,
@@ -32,6 +33,8 @@ class Connection:
 
     def __init__(self, socket: zmq.Socket[bytes], decoder: msgspec.msgpack.Decoder[Any]):
         self.socket, self._decoder = socket, decoder
+        # Requests that are not queued yet, by their numbers.
+        self.submits: dict[int, Submit] = {}
         # The next report; see :class:`~fastgen.serving.engine.messages.Report`.
         self.tokens: list[int] = []
         self.progress: list[Progress] = []

@@ -66,8 +66,8 @@ STATUS_S = 0.25
 # Steps shorter than this are not reported one by one, because a report would cost as much as a step. The later tokens
 # of a stream may wait this long, and for the end of a step. First tokens and ends never wait.
 PACE_S = 0.005
-# How long messages of a connection are taken before the next step: a call may have thousands of prompts.
-_TAKEN_S = 0.01
+# How long requests of a connection are queued before the next step: a call may have thousands of prompts.
+_SUBMITTING_S = 0.01
 # The longest sleep of an idle engine while a format is compiled.
 _FORMAT_S = 0.002
 
@@ -183,29 +183,37 @@ class EngineLoop:
         self._engine.close()
 
     def _receive(self) -> None:
-        """Takes the messages that have arrived; the rest of many waits for the next step. If the engine has no work,
-        waits for one.
+        """Takes all messages that have arrived; of many requests the rest waits for the next step. If the engine has no
+        work, waits for one.
         """
-        if not self._engine.has_work or self._engine.idle_s:
+        if (not self._engine.has_work or self._engine.idle_s) and not self._num_submits:
             idle_s = min(self._engine.idle_s, STATUS_S) if self._engine.has_work else STATUS_S
             if self._formats.num_waiting:
                 idle_s = min(idle_s, _FORMAT_S)
             self._connections.wait(idle_s)
         for connection in self._connections:
-            end_s = time.monotonic() + _TAKEN_S
             for message in connection.messages():
                 self._take(connection, message)
                 if self._is_stopped:
                     return
+            end_s = time.monotonic() + _SUBMITTING_S
+            while connection.submits:
+                self._submit(connection, connection.submits.pop(next(iter(connection.submits))))
                 if self._engine.has_work and time.monotonic() > end_s:
                     break
         self._formats.proceed()
 
+    @property
+    def _num_submits(self) -> int:
+        """Returns how many requests have come and are not queued yet."""
+        return sum(len(connection.submits) for connection in self._connections)
+
     def _take(self, connection: Connection, message: ToEngine) -> None:
         match message:
             case Submit():
-                self._submit(connection, message)
+                connection.submits[message.number] = message
             case Cancel():
+                connection.submits.pop(message.number, None)
                 self._cancel(message.number)
             case Ask(what=what) if what == RECORDING:
                 self._recordings.ask(partial(self._reply, connection, message.number))
@@ -325,7 +333,7 @@ class EngineLoop:
 
     def _status(self) -> Status:
         scheduler = self._engine.scheduler
-        num_open = len(self._open) + self._formats.num_waiting
+        num_open = len(self._open) + self._formats.num_waiting + self._num_submits
         return Status(len(scheduler.running), scheduler.num_waiting, self._num_steps, num_open, self._num_answered)
 
     def _report_streams(self) -> None:

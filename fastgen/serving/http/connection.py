@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httptools
@@ -31,6 +31,11 @@ _MAX_PIPELINED_FIELDS = 1024
 # Most chunks of a body, beyond one for each so many bytes. Each chunk costs as much as a kilobyte.
 _MAX_SMALL_CHUNKS = 4096
 _SMALL_CHUNK_BYTES = 64
+# How long an idle connection by TLS waits for its client to agree to its end. A client that keeps it for later does not
+# look.
+_GOODBYE_S = 1.0
+# Most bytes of an answer that are given to the transport at once.
+_PIECE_BYTES = 64 << 10
 # A client that takes so many bytes of what waits for it is not too slow.
 _LEAST_TAKEN_BYTES = 64 << 10
 
@@ -77,6 +82,8 @@ class LimitedConnection(HttpToolsProtocol):
         # waited for the client then.
         self._stuck_since_s: float | None = None
         self._num_waiting_bytes = 0
+        # Bytes of the answer that is being sent, all of which are here until its end.
+        self._num_held_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -181,7 +188,7 @@ class LimitedConnection(HttpToolsProtocol):
             error = BadRequestError(f"transfer-encoding {coding:.100} is not read here: send the body as it is")
             self._refuse_received(error, "encoding")
             raise httptools.HttpParserCallbackError
-        if self.url.startswith(b"http"):
+        if self.url[:4].lower() == b"http":
             self.url = _with_path(self.url)
         self._unset_keepalive_if_required()
         self._head_since_s, self._has_head_begun, self._has_progressed = None, False, True
@@ -190,6 +197,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             _speak_http_1_0(self.cycle)
+        self._send_in_pieces(self.cycle)
 
     def on_chunk_header(self) -> None:
         self._has_progressed = True
@@ -242,12 +250,53 @@ class LimitedConnection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stuck_since_s = None
-        self._unsent.discard(self)
+        if not self._num_held_bytes:
+            self._unsent.discard(self)
 
     @property
     def num_unsent(self) -> int:
         """Returns how many bytes wait for the client in this process."""
-        return self.transport.get_write_buffer_size()
+        return self.transport.get_write_buffer_size() + self._num_held_bytes
+
+    def _send_in_pieces(self, cycle: RequestResponseCycle) -> None:
+        """Has answers of ``cycle`` sent as fast as the client takes them, and counted meanwhile. A transport would take
+        an answer of any size at once, and one with TLS does not tell how much of it waits.
+        """
+        send: Callable[[Any], Awaitable[None]] = cycle.send
+
+        async def send_one(message: Any) -> None:
+            if self.flow.write_paused:
+                await self.flow.drain()
+            if self.transport.is_closing():  # uvicorn tells the newest request alone that its client is gone
+                cycle.disconnected = True
+            await send(message)
+
+        async def send_pieces(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                lengths = [int(value) for name, value in message["headers"] if name.lower() == b"content-length"]
+                self._hold(sum(lengths))
+                await send_one(message)
+                return
+            body, has_more = message.get("body", b""), message.get("more_body", False)
+            if len(body) > self._num_held_bytes:
+                self._hold(len(body))
+            begin = 0
+            while len(body) - begin > _PIECE_BYTES and not cycle.disconnected:
+                await send_one({**message, "body": body[begin : begin + _PIECE_BYTES], "more_body": True})
+                begin += _PIECE_BYTES
+            await send_one({**message, "body": body[begin:]} if begin else message)
+            if not has_more:
+                self._hold(0)
+
+        cycle.send = send_pieces  # type: ignore[method-assign]
+
+    def _hold(self, num_bytes: int) -> None:
+        """Counts an answer of which so many bytes are here, though the transport may not have them yet."""
+        self._num_held_bytes = num_bytes
+        if num_bytes > _PIECE_BYTES:
+            self._unsent.add(self)
+        elif not self.flow.write_paused:
+            self._unsent.discard(self)
 
     @property
     def _num_not_taken(self) -> int:
@@ -269,6 +318,7 @@ class LimitedConnection(HttpToolsProtocol):
                 self._refuse_received(error, "head_time")
             else:
                 self.transport.close()
+                self._end_soon()
 
     def _is_slow(self, now_s: float) -> bool:
         """Returns whether the client takes too little of what waits for it."""
@@ -284,6 +334,20 @@ class LimitedConnection(HttpToolsProtocol):
     def abort(self) -> None:
         """Closes the connection at once."""
         self.transport.abort()
+
+    def shutdown(self) -> None:
+        """Ends the connection with its present answer, because the server ends."""
+        super().shutdown()
+        self._end_soon()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._end_soon()
+
+    def _end_soon(self) -> None:
+        """Lets no client by TLS keep a connection on which nothing is sent any more by not agreeing to its end."""
+        if self.transport.is_closing() and not self.transport.get_write_buffer_size():
+            self.loop.call_later(_GOODBYE_S, self.transport.abort)
 
     def leave(self) -> None:
         """Ends the connection with its present answer, or at once if it is idle after an answer. One on which a request
@@ -343,6 +407,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._gone.set()
         self.transport.write(b"".join([*content, b"\r\n", response.body]))
         self.transport.close()
+        self._end_soon()
 
 
 class _Flow(FlowControl):

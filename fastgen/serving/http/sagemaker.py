@@ -186,6 +186,7 @@ async def _answer(service: Service, request: Request, invocation: Invocation) ->
         prompts,
         [sampling] * len(prompts),
         is_stream=invocation.stream,
+        param="inputs",
     )
     lmi = _LmiFormat(service, invocation.parameters)
     if invocation.stream:

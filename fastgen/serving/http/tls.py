@@ -16,9 +16,6 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.serving.options import ConnectionLimits
 from fastgen.serving.refusals import Refusal
 
-# How long a connection waits for its client to agree to its end. A client that keeps it for later does not look.
-_SHUTDOWN_TIMEOUT_S = 1.0
-
 
 def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
     """Returns the context of a server with this certificate. Raises ``InvalidArgumentError`` if it cannot be used."""
@@ -81,7 +78,7 @@ class TlsHandshake(asyncio.Protocol):
                 client,
                 ssl=self._context,
                 ssl_handshake_timeout=self._limits.header_timeout_s,
-                ssl_shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
+                ssl_shutdown_timeout=self._limits.write_timeout_s,  # the end of an answer may wait for its client
             )
         except ConnectionAbortedError:
             self._on_refused("head_time")

@@ -33,10 +33,14 @@ class UnsentAnswers:
         self._waiting: set[Sender] = set()
 
     def add(self, sender: Sender) -> None:
-        """Adds a connection whose client lets an answer wait. Others are closed for it, and it is not."""
+        """Adds a connection whose client lets an answer wait. Others are closed for it, and it is not; none are for an
+        answer that is too large by itself.
+        """
         num_unsent = {each: each.num_unsent for each in self._waiting if each is not sender}
         total = sender.num_unsent + sum(num_unsent.values())
         self._waiting.add(sender)
+        if sender.num_unsent > self._max_bytes:
+            return
         for each in sorted(num_unsent, key=num_unsent.__getitem__, reverse=True):
             if total <= self._max_bytes:
                 break

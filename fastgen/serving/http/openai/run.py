@@ -61,13 +61,14 @@ class Batch:
         is_stream: bool,
         rules: TextRules = USUAL_TEXT,
         session: str | None = None,
+        param: str = "prompt",
     ) -> Self:
         """Queues all of them; ``rules`` and ``session`` are as in :meth:`Service.submit`, unless the request's header
-        names a session. Raises ``RefusedError`` if one of them is refused, or if they ask for too many answers
-        together; then none is queued.
+        names a session. ``param`` is the field that gives the prompts. Raises ``RefusedError`` if one of them is
+        refused, or if they ask for too many answers together; then none is queued.
         """
         _check_num_answers(samplings)
-        service.check_num_requests(len(prompts))
+        service.check_num_requests(len(prompts), param)
         batch = cls([])
         try:
             async with unless_gone(request):  # a format may wait for its trial
