@@ -51,5 +51,5 @@ async def _generate(target: Target, **fields: Any) -> tuple[int, bytes]:
 ATTACKS = {
     "endless_logprobs": Attack(endless_logprobs, 5, 50),
     "many_logprobs": Attack(many_logprobs, 300, 1500),
-    "answers_not_taken": Attack(answers_not_taken, 30, 20),
+    "answers_not_taken": Attack(answers_not_taken, 30, 3),
 }
