@@ -84,6 +84,23 @@ def test_requests_with_the_same_format_wait_for_one_compilation(thread: FormatTh
     assert grammars.begun == [FIRST]
 
 
+def test_requests_with_the_same_format_go_on_one_after_another_where_time_is_short(
+    thread: FormatThread, grammars: Any
+) -> None:
+    events: list[int] = []
+    for number in range(4):
+        thread.when_compiled(number, FIRST, lambda number=number: events.append(number))  # type: ignore[misc]
+    grammars.may_end.set()
+    thread._compiling[FIRST].result(20)
+    thread.proceed(0.0)
+    assert (events, thread.num_waiting) == ([0], 3)
+    thread.cancel(2)
+    thread.proceed(0.0)
+    assert (events, thread.num_waiting) == ([0, 1], 1)
+    thread.proceed()
+    assert (events, thread.num_waiting) == ([0, 1, 3], 0)
+
+
 def test_a_cancelled_request_is_forgotten_and_so_is_the_format_that_only_it_had(
     thread: FormatThread, grammars: Any
 ) -> None:

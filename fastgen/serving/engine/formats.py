@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -23,6 +25,8 @@ class FormatThread:
         self._compiling: dict[ResponseFormat, Future[CompiledFormat]] = {}
         # By the number of each request that waits: its format, and what to do when that is compiled.
         self._waiting: dict[int, tuple[ResponseFormat, Callable[[], None]]] = {}
+        # What to do for each request whose format has been compiled since.
+        self._ready: dict[int, Callable[[], None]] = {}
         if grammars is not None:
             with contextlib.suppress(InvalidArgumentError):  # without the library; each request with a format says so
                 grammars.prepare()
@@ -30,7 +34,7 @@ class FormatThread:
     @property
     def num_waiting(self) -> int:
         """Returns the number of requests that wait."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._ready)
 
     def when_compiled(self, number: int, response_format: ResponseFormat | None, then: Callable[[], None]) -> None:
         """Calls ``then`` for request ``number`` when its format is compiled: now, or in a later :meth:`proceed`."""
@@ -44,14 +48,18 @@ class FormatThread:
 
     def cancel(self, number: int) -> None:
         """Forgets request ``number``, if it waits."""
+        if self._ready.pop(number, None) is not None:
+            return
         if (waited := self._waiting.pop(number, None)) is None:
             return
         response_format, _ = waited
         if all(other != response_format for other, _ in self._waiting.values()):
             self._compiling.pop(response_format).cancel()
 
-    def proceed(self) -> None:
-        """Calls what waits for formats that are compiled by now."""
+    def proceed(self, until_s: float = math.inf) -> None:
+        """Calls what waits for formats that are compiled by now, until ``until_s`` by ``time.monotonic``; the rest in a
+        later call.
+        """
         ready = [each for each, compiling in self._compiling.items() if compiling.done()]
         for response_format in ready:
             compiling = self._compiling.pop(response_format)
@@ -60,8 +68,11 @@ class FormatThread:
                 self._grammars.keep(response_format, compiling.result())
             numbers = [number for number, (each, _) in self._waiting.items() if each == response_format]
             for number in numbers:
-                _, then = self._waiting.pop(number)
-                then()
+                _, self._ready[number] = self._waiting.pop(number)
+        while self._ready:
+            self._ready.pop(next(iter(self._ready)))()
+            if time.monotonic() > until_s:
+                break
 
     def close(self) -> None:
         """Drops what is not compiled yet."""

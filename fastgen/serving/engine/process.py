@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -66,7 +67,8 @@ STATUS_S = 0.25
 # Steps shorter than this are not reported one by one, because a report would cost as much as a step. The later tokens
 # of a stream may wait this long, and for the end of a step. First tokens and ends never wait.
 PACE_S = 0.005
-# How long requests of a connection are queued before the next step: a call may have thousands of prompts.
+# How long requests of a connection are queued before the next step, and those whose formats are compiled: a call may
+# have thousands of prompts.
 _SUBMITTING_S = 0.01
 # The longest sleep of an idle engine while a format is compiled.
 _FORMAT_S = 0.002
@@ -201,7 +203,7 @@ class EngineLoop:
                 self._submit(connection, connection.submits.pop(next(iter(connection.submits))))
                 if self._engine.has_work and time.monotonic() > end_s:
                     break
-        self._formats.proceed()
+        self._formats.proceed(time.monotonic() + _SUBMITTING_S if self._engine.has_work else math.inf)
 
     @property
     def _num_submits(self) -> int:
