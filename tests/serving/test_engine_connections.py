@@ -346,7 +346,7 @@ def test_an_engine_sleeps_as_long_as_nothing_can_happen(
     waited_s: list[float] = []
     with played() as process, monkeypatch.context() as patch:
         patch.setattr(process.loop, "_engine", SimpleNamespace(has_work=has_work, idle_s=idle_s))
-        patch.setattr(process.loop, "_formats", SimpleNamespace(num_waiting=num_waiting, proceed=lambda: None))
+        patch.setattr(process.loop, "_formats", SimpleNamespace(num_waiting=num_waiting, proceed=lambda until_s: None))
         patch.setattr(process.loop._connections, "wait", waited_s.append)
         process.loop._receive()
     assert waited_s == waits_s
