@@ -109,8 +109,8 @@ def few_row_specs(
 
 
 def _needs_registers(shape: FewRowShape, rows: int, *, is_whole: bool) -> bool:
-    """Returns whether the assembler would spill some registers on sm_80, sm_86 or sm_100, to make room for more programs
-    than shared memory has room for.
+    """Returns whether the assembler would spill some registers on sm_80, sm_86 or sm_100, to make room for more
+    programs than shared memory has room for.
     """
     if shape.weight == "int4_weight_only":
         return rows > 16
