@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import httptools
 from starlette.responses import JSONResponse
 from uvicorn.config import Config
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from fastgen.serving.http.errors import error_response
+from fastgen.serving.http.sending import PIECE_BYTES, Flow, send_in_pieces, speak_http_1_0
 from fastgen.serving.http.streaming import Gone
 from fastgen.serving.http.unsent import UnsentAnswers, unacknowledged
 from fastgen.serving.options import ConnectionLimits
@@ -34,8 +34,6 @@ _SMALL_CHUNK_BYTES = 64
 # How long an idle connection by TLS waits for its client to agree to its end. A client that keeps it for later does not
 # look.
 _GOODBYE_S = 1.0
-# Most bytes of an answer that are given to the transport at once.
-_PIECE_BYTES = 64 << 10
 # A client that takes so many bytes of what waits for it is not too slow.
 _LEAST_TAKEN_BYTES = 64 << 10
 
@@ -60,7 +58,7 @@ class LimitedConnection(HttpToolsProtocol):
     ):
         super().__init__(config, server_state, app_state, _loop)
         self._limits, self._on_refused, self._unsent = limits, on_refused, unsent
-        self.flow: _Flow
+        self.flow: Flow
         self._gone = Gone()
         # The request before the newest one.
         self._before: RequestResponseCycle | None = None
@@ -87,7 +85,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = _Flow(transport)
+        self.flow = Flow(transport)
         self._head_since_s = time.monotonic()
         num_more = len(self.connections) - self._limits.max_connections
         self._is_one_too_many = num_more > 0
@@ -196,8 +194,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._before = self.cycle
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
-            _speak_http_1_0(self.cycle)
-        self._send_in_pieces(self.cycle)
+            speak_http_1_0(self.cycle)
+        send_in_pieces(self.cycle, self.flow, self.transport, self._hold)
 
     def on_chunk_header(self) -> None:
         self._has_progressed = True
@@ -258,42 +256,10 @@ class LimitedConnection(HttpToolsProtocol):
         """Returns how many bytes wait for the client in this process."""
         return self.transport.get_write_buffer_size() + self._num_held_bytes
 
-    def _send_in_pieces(self, cycle: RequestResponseCycle) -> None:
-        """Has answers of ``cycle`` sent as fast as the client takes them, and counted meanwhile. A transport would take
-        an answer of any size at once, and one with TLS does not tell how much of it waits.
-        """
-        send: Callable[[Any], Awaitable[None]] = cycle.send
-
-        async def send_one(message: Any) -> None:
-            if self.flow.write_paused:
-                await self.flow.drain()
-            if self.transport.is_closing():  # uvicorn tells the newest request alone that its client is gone
-                cycle.disconnected = True
-            await send(message)
-
-        async def send_pieces(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                lengths = [int(value) for name, value in message["headers"] if name.lower() == b"content-length"]
-                self._hold(sum(lengths))
-                await send_one(message)
-                return
-            body, has_more = message.get("body", b""), message.get("more_body", False)
-            if len(body) > self._num_held_bytes:
-                self._hold(len(body))
-            begin = 0
-            while len(body) - begin > _PIECE_BYTES and not cycle.disconnected:
-                await send_one({**message, "body": body[begin : begin + _PIECE_BYTES], "more_body": True})
-                begin += _PIECE_BYTES
-            await send_one({**message, "body": body[begin:]} if begin else message)
-            if not has_more:
-                self._hold(0)
-
-        cycle.send = send_pieces  # type: ignore[method-assign]
-
     def _hold(self, num_bytes: int) -> None:
         """Counts an answer of which so many bytes are here, though the transport may not have them yet."""
         self._num_held_bytes = num_bytes
-        if num_bytes > _PIECE_BYTES:
+        if num_bytes > PIECE_BYTES:
             self._unsent.add(self)
         elif not self.flow.write_paused:
             self._unsent.discard(self)
@@ -408,42 +374,6 @@ class LimitedConnection(HttpToolsProtocol):
         self.transport.write(b"".join([*content, b"\r\n", response.body]))
         self.transport.close()
         self._end_soon()
-
-
-class _Flow(FlowControl):
-    """Reads the bodies of requests that wait for the answer before their own up to a limit only."""
-
-    def __init__(self, transport: asyncio.Transport):
-        super().__init__(transport)
-        # Of these bodies, all together.
-        self.num_waiting_bytes = 0
-
-    @property
-    def waits_for_much(self) -> bool:
-        return self.num_waiting_bytes > HIGH_WATER_LIMIT
-
-    def resume_reading(self) -> None:
-        if not self.waits_for_much:
-            super().resume_reading()
-
-
-def _speak_http_1_0(cycle: RequestResponseCycle) -> None:
-    """Adapts answers to HTTP/1.0: an answer of unknown length is sent without chunks and ends with the connection, and
-    no interim answer (100 Continue) is sent.
-    """
-    send, is_length_known = cycle.send, True
-
-    async def send_unchunked(message: Any) -> None:
-        nonlocal is_length_known
-        if message["type"] == "http.response.start":
-            is_length_known = any(name.lower() == b"content-length" for name, _ in message["headers"])
-        if not is_length_known:
-            cycle.chunked_encoding = False
-            cycle.expected_content_length = len(message.get("body", b""))
-        await send(message)
-
-    cycle.send = send_unchunked  # type: ignore[method-assign]
-    cycle.waiting_for_100_continue = False
 
 
 def _with_path(url: bytes) -> bytes:

@@ -1,0 +1,88 @@
+"""How answers are given to a connection's transport."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+# Most bytes of an answer that are given to the transport at once.
+PIECE_BYTES = 64 << 10
+
+
+class Flow(FlowControl):
+    """Reads the bodies of requests that wait for the answer before their own up to a limit only."""
+
+    def __init__(self, transport: asyncio.Transport):
+        super().__init__(transport)
+        # Of these bodies, all together.
+        self.num_waiting_bytes = 0
+
+    @property
+    def waits_for_much(self) -> bool:
+        return self.num_waiting_bytes > HIGH_WATER_LIMIT
+
+    def resume_reading(self) -> None:
+        if not self.waits_for_much:
+            super().resume_reading()
+
+
+def send_in_pieces(
+    cycle: RequestResponseCycle, flow: FlowControl, transport: asyncio.Transport, hold: Callable[[int], None]
+) -> None:
+    """Has the answer of ``cycle`` sent as fast as the client takes it. ``hold`` is called with the bytes of it that are
+    here, and with 0 at its end. A transport would take an answer of any size at once, and one with TLS does not tell
+    how much of it waits.
+    """
+    send: Callable[[Any], Awaitable[None]] = cycle.send
+    num_stated = 0
+
+    async def send_one(message: Any) -> None:
+        if flow.write_paused:
+            await flow.drain()
+        if transport.is_closing():  # uvicorn tells the newest request alone that its client is gone
+            cycle.disconnected = True
+        await send(message)
+
+    async def send_pieces(message: Any) -> None:
+        nonlocal num_stated
+        if message["type"] == "http.response.start":
+            num_stated = sum(int(value) for name, value in message["headers"] if name.lower() == b"content-length")
+            hold(num_stated)
+            await send_one(message)
+            return
+        body, has_more = message.get("body", b""), message.get("more_body", False)
+        is_large = len(body) > max(num_stated, PIECE_BYTES)
+        if is_large:
+            hold(len(body))
+        begin = 0
+        while len(body) - begin > PIECE_BYTES and not cycle.disconnected:
+            await send_one({**message, "body": body[begin : begin + PIECE_BYTES], "more_body": True})
+            begin += PIECE_BYTES
+        await send_one({**message, "body": body[begin:]} if begin else message)
+        if is_large or not has_more:
+            hold(0)
+
+    cycle.send = send_pieces  # type: ignore[method-assign]
+
+
+def speak_http_1_0(cycle: RequestResponseCycle) -> None:
+    """Adapts answers to HTTP/1.0: an answer of unknown length is sent without chunks and ends with the connection, and
+    no interim answer (100 Continue) is sent.
+    """
+    send, is_length_known = cycle.send, True
+
+    async def send_unchunked(message: Any) -> None:
+        nonlocal is_length_known
+        if message["type"] == "http.response.start":
+            is_length_known = any(name.lower() == b"content-length" for name, _ in message["headers"])
+        if not is_length_known:
+            cycle.chunked_encoding = False
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_unchunked  # type: ignore[method-assign]
+    cycle.waiting_for_100_continue = False
