@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from fastgen.collector import collector_off
 from fastgen.serving.http.connection import LimitedConnection, close_slow
 from fastgen.serving.http.unsent import UnsentAnswers
 from fastgen.serving.options import ConnectionLimits
@@ -326,6 +328,24 @@ def test_a_client_that_takes_what_the_system_holds_is_not_too_slow(monkeypatch: 
             assert not connection.played.is_closing()
             connection.close_if_slow(NOW_S + 41)
             assert connection.played.is_aborted
+
+    on_uvloop(run())
+
+
+def test_requests_are_freed_without_the_collector() -> None:
+    """A server collects garbage rarely, and a body may be large."""
+
+    async def run() -> None:
+        async with connected() as connection:
+            cycles = []
+            with collector_off():
+                for number in range(1, 4):
+                    connection.data_received(post("/echo", b"abc"))
+                    cycles.append(weakref.ref(connection.cycle))
+                    while len(connection.application.bodies) < number or not connection.cycle.response_complete:
+                        await asyncio.sleep(0)
+                    await asyncio.sleep(0.01)
+            assert cycles[0]() is None
 
     on_uvloop(run())
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
@@ -36,35 +38,41 @@ def send_in_pieces(
     """Has the answer of ``cycle`` sent as fast as the client takes it. ``hold`` is called with the bytes of it that are
     here, and with 0 at its end. A transport would take an answer of any size at once, and one with TLS does not tell
     how much of it waits.
+
+    Nothing here refers to the cycle or to the owner of ``hold`` for good, so that bodies are freed without a collector.
     """
-    send: Callable[[Any], Awaitable[None]] = cycle.send
+    send, seen, held = _own_send(cycle), weakref.proxy(cycle), weakref.WeakMethod(hold)
     num_stated = 0
+
+    def count(num_bytes: int) -> None:
+        if (alive := held()) is not None:
+            alive(num_bytes)
 
     async def send_one(message: Any) -> None:
         if flow.write_paused:
             await flow.drain()
         if transport.is_closing():  # uvicorn tells the newest request alone that its client is gone
-            cycle.disconnected = True
+            seen.disconnected = True
         await send(message)
 
     async def send_pieces(message: Any) -> None:
         nonlocal num_stated
         if message["type"] == "http.response.start":
             num_stated = sum(int(value) for name, value in message["headers"] if name.lower() == b"content-length")
-            hold(num_stated)
+            count(num_stated)
             await send_one(message)
             return
         body, has_more = message.get("body", b""), message.get("more_body", False)
         is_large = len(body) > max(num_stated, PIECE_BYTES)
         if is_large:
-            hold(len(body))
+            count(len(body))
         begin = 0
-        while len(body) - begin > PIECE_BYTES and not cycle.disconnected:
+        while len(body) - begin > PIECE_BYTES and not seen.disconnected:
             await send_one({**message, "body": body[begin : begin + PIECE_BYTES], "more_body": True})
             begin += PIECE_BYTES
         await send_one({**message, "body": body[begin:]} if begin else message)
         if is_large or not has_more:
-            hold(0)
+            count(0)
 
     cycle.send = send_pieces  # type: ignore[method-assign]
 
@@ -73,16 +81,22 @@ def speak_http_1_0(cycle: RequestResponseCycle) -> None:
     """Adapts answers to HTTP/1.0: an answer of unknown length is sent without chunks and ends with the connection, and
     no interim answer (100 Continue) is sent.
     """
-    send, is_length_known = cycle.send, True
+    send, seen, is_length_known = _own_send(cycle), weakref.proxy(cycle), True
 
     async def send_unchunked(message: Any) -> None:
         nonlocal is_length_known
         if message["type"] == "http.response.start":
             is_length_known = any(name.lower() == b"content-length" for name, _ in message["headers"])
         if not is_length_known:
-            cycle.chunked_encoding = False
-            cycle.expected_content_length = len(message.get("body", b""))
+            seen.chunked_encoding = False
+            seen.expected_content_length = len(message.get("body", b""))
         await send(message)
 
     cycle.send = send_unchunked  # type: ignore[method-assign]
     cycle.waiting_for_100_continue = False
+
+
+def _own_send(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
+    """Returns the present ``send`` of ``cycle``, without a reference to it."""
+    given: Callable[[Any], Awaitable[None]] | None = vars(cycle).get("send")
+    return partial(type(cycle).send, weakref.proxy(cycle)) if given is None else given

@@ -26,8 +26,8 @@ MORE_GROWTH = {
     **dict.fromkeys(("fields_after_a_body", "long_field_after_a_body", "long_chunk_extension"), 16 << 20),
     # All bodies have 600 MiB, and 256 MiB of them are kept.
     "unfinished_bodies": 480 << 20,
-    # Parsed, the lists take 180 MiB. A part of that may be in the heap already.
-    **dict.fromkeys(MODULES["json_bodies"].ATTACKS, 224 << 20),
+    # Parsed, the lists take 180 MiB.
+    **dict.fromkeys(MODULES["json_bodies"].ATTACKS, 128 << 20),
     # 128 MiB of formats, two processes that try them, and what the heap does not give back.
     **dict.fromkeys([*MODULES["formats"].ATTACKS, "many_prompts"], 450 << 20),
     "many_logprobs": 400 << 20,
