@@ -52,8 +52,7 @@ class LLM:
         self._streams: list[tuple[weakref.ref[Stream], Generation]] = []
 
     def __repr__(self) -> str:
-        engine = self._engine
-        state = "closed" if engine is None else f"max_model_len={self.config.max_model_len}"
+        state = "closed" if self._engine is None else f"max_model_len={self.config.max_model_len}"
         return f"<fastgen.LLM {self.name}: {self.spec.architecture}, {state}>"
 
     @property

@@ -312,6 +312,20 @@ def test_nothing_is_sent_to_a_client_that_is_cut_while_a_pipelined_answer_waits(
     assert not caplog.records
 
 
+def test_an_answer_to_a_client_that_has_left_is_not_counted() -> None:
+    async def run() -> None:
+        async with connected() as connection:
+            connection.data_received(post("/later", bytes(100_000)))
+            while not connection.application.bodies:
+                await asyncio.sleep(0)
+            connection.abort()
+            connection.connection_lost(None)
+            connection._hold(100_000)
+            assert not connection._unsent._waiting
+
+    on_uvloop(run())
+
+
 def test_a_client_that_takes_what_the_system_holds_is_not_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     num_in_the_system = 1 << 22
     monkeypatch.setattr("fastgen.serving.http.connection.time.monotonic", lambda: NOW_S)

@@ -298,7 +298,7 @@ def test_requests_that_are_cancelled_before_they_began_leave_nothing(process: Pr
 
 
 def test_cancels_and_questions_wait_for_no_requests(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many requests some are queued before each step, and the others are cancelled before they are."""
+    """The engine queues some of many requests before each step. A cancel reaches the others before they are queued."""
     monkeypatch.setattr(engine_process, "_SUBMITTING_S", -1.0)
     process.next_status()
     process.parent.send(*[submit(number, END) for number in range(1, 5)], Cancel(3), Ask(99, "metrics"))

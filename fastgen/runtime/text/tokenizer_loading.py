@@ -46,14 +46,12 @@ def load_tokenizer(directory: Path, config: Mapping[str, Any], tokenizer_class: 
             else:
                 tokenizer = _chosen(directory, config)
         check_tokenizer(tokenizer)
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {error}") from error
-        raise CheckpointError(
-            f"{directory}: its tokenizer needs code of the checkpoint's own (auto_map in tokenizer_config.json), which "
-            "is never run; a tokenizer.json that names no such code can be loaded"
-        ) from None
     except Exception as error:  # the library raises anything from KeyError to its Rust part's own exceptions
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(
+                f"{directory}: its tokenizer needs code of the checkpoint's own (auto_map in tokenizer_config.json), "
+                "which is never run; a tokenizer.json that names no such code can be loaded"
+            ) from None
         raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {error}") from error
     return tokenizer
 

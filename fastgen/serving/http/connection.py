@@ -259,7 +259,7 @@ class LimitedConnection(HttpToolsProtocol):
     def _hold(self, num_bytes: int) -> None:
         """Counts an answer of which so many bytes are here, though the transport may not have them yet."""
         self._num_held_bytes = num_bytes
-        if num_bytes > PIECE_BYTES:
+        if num_bytes > PIECE_BYTES and not self.transport.is_closing():
             self._unsent.add(self)
         elif not self.flow.write_paused:
             self._unsent.discard(self)
