@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastgen.serving.admission.json_limits import check_json_size
+from fastgen.serving.admission.json_limits import check_json_sizes
 from fastgen.serving.clients.requests import ClientRequest, batches
 
 BIASES = dict.fromkeys(range(1 << 16), -1.25)
@@ -36,7 +36,7 @@ def test_batches_hold_few_requests_and_few_numbers(requests: list[ClientRequest]
 def test_a_server_takes_each_batch(request_: ClientRequest) -> None:
     for batch in batches([request_] * 20, 16):
         bodies: list[dict[str, Any]] = [{"prompt": each.prompt, **each.fields} for each in batch]
-        check_json_size(json.dumps({"requests": bodies}).encode())
+        check_json_sizes([json.dumps({"requests": bodies}).encode()])
 
 
 @pytest.mark.parametrize(

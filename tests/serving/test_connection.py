@@ -467,6 +467,8 @@ def test_a_client_that_closes_its_side_is_told_that_this_ends_its_request() -> N
     async def test(server: Served) -> None:
         client = await server.connect()
         client.writer.write(post("/never", b""))
+        while not server.app.bodies:
+            await asyncio.sleep(0.01)
         client.writer.write_eof()
         status, _, body = await client.response()
         assert status == 400

@@ -31,14 +31,19 @@ from fastgen.serving.engine import process as engine_process
 from fastgen.serving.engine.client import EngineClient
 from fastgen.serving.engine.messages import (
     Ask,
+    Cancel,
+    Check,
     EngineFacts,
     Reply,
     Report,
+    RequestDecoder,
+    RequestEncoder,
     SamplingPacker,
     SamplingUnpacker,
     Submit,
     encoder,
     has_come,
+    to_engine,
     to_server,
 )
 from fastgen.serving.isolated.encoding import encoder as encoder_messages
@@ -198,6 +203,42 @@ def test_equal_sampling_parameters_are_one_object_as_long_as_a_request_has_them(
     assert found[0] is found[1] is found[3]
     del found
     assert not unpacker._shared
+
+
+def test_sampling_parameters_are_sent_once_for_the_requests_of_a_call() -> None:
+    packer, sent, came, unpacker = SamplingPacker(), RequestEncoder(), RequestDecoder(to_engine), SamplingUnpacker()
+    one, other = (SamplingParams(temperature=1.0, stop_token_ids=[*range(each, 1000)]) for each in (5, 6))
+    given = [one, one, one, SamplingParams(), one, one, other, other, SamplingParams(), SamplingParams()]
+    messages = [
+        Submit(number, [5], packer.pack(sampling), True) if number % 3 else Check(number, [5], packer.pack(sampling))
+        for number, sampling in enumerate(given)
+    ]
+    messages[5:5] = [Cancel(0), Ask(1, "live")]
+    encoded = [sent.encode(message) for message in messages]
+    assert [len(each) > 1000 for each in encoded].count(True) == 3, "one twice, since another came between, and other"
+    found = [came.decode(each) for each in encoded]
+    assert [type(each) for each in found] == [type(each) for each in messages]
+    requests = [each for each in found if isinstance(each, Submit | Check)]
+    assert [unpacker.unpack(each.sampling) for each in requests] == given
+    assert [each.number for each in requests] == [*range(10)]
+    assert requests[0].sampling is requests[2].sampling
+
+
+def test_an_engine_that_is_started_again_is_sent_all_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    process = an_engine(SimpleNamespace()).process
+    packed = SamplingPacker().pack(SamplingParams(seed=5))
+    monkeypatch.setattr(process, "send_encoded", lambda encoded: sent.append(to_engine.decode(encoded)))
+
+    async def run() -> None:
+        for _ in range(2):
+            process._open_socket()
+            for number in (1, 2):
+                process.send(Submit(number, [5], packed, True))
+            process._close_socket()
+
+    asyncio.run(run())
+    assert [bytes(each.sampling) == bytes(packed) for each in sent] == [True, False, True, False]
 
 
 def an_engine(watcher: Any) -> EngineClient:

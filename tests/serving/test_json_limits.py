@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgen.serving.admission import json_limits
-from fastgen.serving.admission.json_limits import FREE_BYTES, InvalidJsonError, check_json_size, parse_json
+from fastgen.serving.admission.json_limits import FREE_BYTES, InvalidJsonError, check_json_sizes, measured, parse_json
 from fastgen.serving.refusals import TooLargeError
 
 MANY = 1 << 21
@@ -19,7 +19,7 @@ MANY = 1 << 21
 def beyond(text: bytes) -> str | None:
     """Returns why ``text`` is refused."""
     try:
-        check_json_size(text)
+        check_json_sizes([text])
     except TooLargeError as error:
         return str(error)
     return None
@@ -29,10 +29,10 @@ def beyond(text: bytes) -> str | None:
     ("text", "word"),
     [
         (b"[" + b"1," * MANY + b"1]", "values"),
-        (b"[" + b'"a",' * MANY + b"1]", "values"),
-        (b'["a,\\"",' + b'",",' * MANY + b"1]", "values"),
+        (b"[" + b'"a",' * MANY + b"1]", "texts"),
+        (b'["a,\\"",' + b'",",' * MANY + b"1]", "texts"),
         (b"[" + b'"",' * (1 << 18) + b"1]", "texts"),
-        (b"[" + b"[]," * MANY + b"1]", "values"),
+        (b"[" + b"[]," * MANY + b"1]", "lists"),
         (b'{"x": [' + b"[]," * (1 << 19) + b"1]}", "lists"),
         (b"[" * (1 << 19), "lists"),
         (b"[" + b"{}," * (1 << 19) + b"1]", "objects"),
@@ -69,8 +69,8 @@ def test_texts_and_token_ids_may_be_as_long_as_a_body(text: bytes) -> None:
 
 def test_a_body_may_hold_as_much_as_the_page_says() -> None:
     for value, most, too_much in (
-        (b"1,", 1_179_648, "1179649 values, and may have 1179648"),
-        (b'"",', 163_839, "163841 lists, objects, texts, names and fractions, and may have 163840"),
+        (b"1,", 1_179_648, "more than 1179648 values"),
+        (b'"",', 163_839, "more than 163840 lists, objects, texts, names and fractions"),
     ):
         assert beyond(b"[" + value * most + b"1]") is None
         assert too_much in (beyond(b"[" + value * (most + 1) + b"1]") or "")
@@ -131,22 +131,43 @@ VALUES = st.recursive(
 )
 
 
+def size_of(texts: list[bytes], piece_bytes: int) -> json_limits._Size:
+    size = json_limits._Size()
+    for text in texts:
+        size.begin_text()
+        for begin in range(0, len(text), piece_bytes):
+            size.add(text[begin : begin + piece_bytes])
+    return size
+
+
 @given(VALUES, st.integers(1, 7))
 def test_marks_in_strings_do_not_count(value: object, piece_bytes: int) -> None:
     text = json.dumps(value).encode()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_limits, "_PIECE_BYTES", piece_bytes)
-        counts, _ = json_limits._count_outside_strings(text)
-    outside = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", text)
-    for mark in b",[{:.eE":
-        assert counts[mark] == outside.count(bytes([mark]))
-    assert counts[ord('"')] == len(re.findall(rb'"(?:[^"\\]|\\.)*"', text))
+    size = size_of([text], piece_bytes)
+    outside, num_strings = re.subn(rb'"(?:[^"\\]|\\.)*"', b"", text)
+    assert size.num_values == outside.count(b",")
+    assert size.num_slow == num_strings + len(re.findall(rb"[\[{.eE]", outside))
 
 
 @given(st.integers(1, 9), st.integers(55, 75), st.integers(0, 40))
 def test_long_numbers_are_found_across_pieces(piece_bytes: int, num_digits: int, num_before: int) -> None:
     text = b'["' + b"1" * num_before + b'",' + b"1" * num_digits + b"]"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_limits, "_PIECE_BYTES", piece_bytes)
-        _, has_long_number = json_limits._count_outside_strings(text)
-    assert has_long_number == (num_digits > 64)
+    assert size_of([text], piece_bytes).has_long_number == (num_digits > 64)
+
+
+@given(st.sampled_from([b"{}", b'"', b'"\\', b"[1", b"9" * 40]), st.integers(1, 7))
+def test_a_text_does_not_depend_on_the_one_before(before: bytes, piece_bytes: int) -> None:
+    """However that ends: in a string, after a backslash, or in a number."""
+    size, alone = size_of([before, b'[",[", 1.5]' + b"1" * 40], piece_bytes), size_of([before], piece_bytes)
+    assert (size.num_values - alone.num_values, size.num_slow - alone.num_slow, size.has_long_number) == (1, 3, False)
+
+
+def test_what_is_beyond_the_limits_is_not_measured_to_its_end() -> None:
+    pieces = measured([b"[" * FREE_BYTES * 100])
+    assert [next(pieces), next(pieces)] == [None, None]
+    with pytest.raises(TooLargeError):
+        next(pieces)
+
+
+def test_many_short_texts_are_measured_together() -> None:
+    assert len([*measured([b"1," * 50] * 10_000)]) == 15, "pieces of at least 64 KiB"

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from fastgen.arguments import Option, arguments_of
 from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.requests.biases import NO_BIASES, Biases
 from fastgen.runtime.requests.response_format import ResponseFormat, parse_response_format
 
 _REPEATABLE, _WITH_JSON = "Repeatable.", "Shown with --json."
@@ -153,7 +154,7 @@ class SamplingParams:
     def _fill(self, given: dict[str, object]) -> None:
         """Sets the fields to what is ``given``, each checked, and the rest to the defaults, which are valid."""
         kept = vars(self)  # field by field, ``object.__setattr__`` would take most of the time
-        kept.update(_DEFAULTS, logit_bias={})
+        kept.update(_DEFAULTS, logit_bias=NO_BIASES)
         for name, value in given.items():
             if name not in _DEFAULTS:
                 near = difflib.get_close_matches(name, _CHECKS, n=1)
@@ -347,16 +348,18 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(cast(int, check(f"each of {name}", item)) for item in _items(name, "a list of token ids", value))
 
 
-def _logit_bias(name: str, value: object) -> dict[int, float]:
+def _logit_bias(name: str, value: object) -> Biases:
+    if isinstance(value, Biases):  # of other parameters, and checked there
+        return value
     if value is None:
-        return {}
+        return NO_BIASES
     if not isinstance(value, Mapping):
         raise _refuse(name, "a mapping from token id to a number in [-100, 100]", value)
     token_id, bias = _integer(0), _number("in [-100, 100]", lambda number: -100 <= number <= 100)
-    return {
-        cast(int, token_id(f"each token id of {name}", key)): cast(float, bias(f"{name}[{key!r}]", number))
+    return Biases(
+        (cast(int, token_id(f"each token id of {name}", key)), cast(float, bias(f"{name}[{key!r}]", number)))
         for key, number in value.items()
-    }
+    )
 
 
 def _items(name: str, wanted: str, value: object) -> tuple[object, ...]:

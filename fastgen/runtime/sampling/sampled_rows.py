@@ -6,6 +6,7 @@ They are derived from the sequence's parameters and tokens, so they are the same
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import islice
 
@@ -16,6 +17,8 @@ from fastgen.compile.ops.sampling.cpp import NO_BIASES, NO_USES, Biases, RowSamp
 from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.requests.sampling_params import SamplingParams
 
+# Returns the tokens that may not end a sequence before ``min_new_tokens``.
+EndingIds = Callable[[Sequence], frozenset[int]]
 # The row of every sequence that :func:`is_plain`.
 PLAIN_ROW = SampledRow(RowSampling(), 0)
 
@@ -23,18 +26,18 @@ PLAIN_ROW = SampledRow(RowSampling(), 0)
 class RowHistory:
     """The rows of one sequence, step by step.
 
-    ``ending_ids`` are forbidden until ``min_new_tokens`` tokens are generated. Token ids from ``vocab_size`` on are
-    left out, since the model's head does not have them.
+    ``ending_ids`` gives the tokens that are forbidden until ``min_new_tokens`` tokens are generated. Token ids from the
+    vocabulary's size on are left out, since the model's head does not have them.
     """
 
-    def __init__(self, sequence: Sequence, ending_ids: frozenset[int], vocab_size: int):
-        sampling = sequence.request.sampling
+    def __init__(self, sequence: Sequence, ending_ids: EndingIds, lists: BiasLists):
+        sampling, vocab_size = sequence.request.sampling, lists.vocab_size
         self._sequence = sequence
         self._sampling = _row_sampling(sampling, sequence.index, vocab_size)
         self._first_free = sequence.num_prompt_tokens + sampling.min_new_tokens
-        biases = {token_id: bias for token_id, bias in sampling.logit_bias.items() if token_id < vocab_size}
-        forbidden = {token_id: -np.inf for token_id in ending_ids if token_id < vocab_size}
-        self._biases, self._biases_at_first = _bias_list(biases), _bias_list(biases | forbidden)
+        self._biases = self._biases_at_first = lists.of(sampling.logit_bias)
+        if sampling.min_new_tokens:
+            self._biases_at_first = lists.of(sampling.logit_bias, ending_ids(sequence))
         self._uses = _UsedTokens(sequence, vocab_size) if penalises(sampling) else None
 
     def row(self, drafts: SequenceOf[int] = ()) -> SampledRow:
@@ -83,10 +86,27 @@ def _row_sampling(sampling: SamplingParams, sequence_index: int, vocab_size: int
     )
 
 
-def _bias_list(biases: dict[int, float]) -> Biases:
-    if not biases:
-        return NO_BIASES
-    return np.array(list(biases), np.int32), np.array(list(biases.values()), np.float32)
+class BiasLists:
+    """Biases as kernels take them. The requests of a call have the same ones, so the last lists are kept."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+        # Those without forbidden tokens, and those with some: what they were made of, and they.
+        self._last: dict[bool, tuple[Mapping[int, float], frozenset[int], Biases]] = {}
+
+    def of(self, biases: Mapping[int, float], forbidden: frozenset[int] = frozenset()) -> Biases:
+        """Returns the list of ``biases``, which nobody changes, and of the ``forbidden`` tokens."""
+        last = self._last.get(bool(forbidden))
+        if last is None or last[0] is not biases or last[1] != forbidden:
+            last = self._last[bool(forbidden)] = biases, forbidden, self._made(biases, forbidden)
+        return last[2]
+
+    def _made(self, biases: Mapping[int, float], forbidden: frozenset[int]) -> Biases:
+        values = {**biases, **dict.fromkeys(forbidden, -np.inf)}
+        values = {token_id: bias for token_id, bias in values.items() if token_id < self.vocab_size}
+        if not values:
+            return NO_BIASES
+        return np.array(list(values), np.int32), np.array(list(values.values()), np.float32)
 
 
 class _UsedTokens:

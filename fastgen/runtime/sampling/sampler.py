@@ -34,7 +34,7 @@ from fastgen.runtime.requests.sampled import SampledToken
 from fastgen.runtime.sampling.beam_candidates import beam_candidates
 from fastgen.runtime.sampling.beam_search import num_candidates
 from fastgen.runtime.sampling.host_copy import HostCopies
-from fastgen.runtime.sampling.sampled_rows import PLAIN_ROW, RowHistory, is_plain
+from fastgen.runtime.sampling.sampled_rows import PLAIN_ROW, BiasLists, RowHistory, is_plain
 from fastgen.runtime.sampling.slot_sampler import SlotSampler, gives_logprobs
 from fastgen.runtime.scheduling.drafts import SampledSequence
 
@@ -64,6 +64,7 @@ class Sampler:
     ):
         self.eos_token_ids = frozenset(eos_token_ids)
         self.kernel, self.slots = kernel, slots
+        self._bias_lists = None if kernel is None else BiasLists(kernel.vocab_size)
         self._histories: dict[Sequence, RowHistory | None] = {}
 
     def prepare(self, sequences: SequenceOf[SampledSequence]) -> None:
@@ -172,8 +173,8 @@ class Sampler:
     def _history(self, sequence: Sequence) -> RowHistory | None:
         if is_plain(sequence.request.sampling):
             return None
-        assert self.kernel is not None
-        return RowHistory(sequence, self._early_ids(sequence), self.kernel.vocab_size)
+        assert self._bias_lists is not None
+        return RowHistory(sequence, self._early_ids, self._bias_lists)
 
     def _adjusted(self, logits: Tensor, sequences: SequenceOf[SampledSequence]) -> Tensor:
         """Returns ``logits`` itself if no sequence adjusts them, else a copy in fp32 with the adjustments applied."""

@@ -7,7 +7,6 @@ sequence's parameters and tokens, so it is simply written again after a preempti
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
@@ -21,11 +20,8 @@ from fastgen.compile.ops.sampling.cpp import Biases, Uses
 from fastgen.compile.ops.sampling.triton import SamplingKernel, SlotSampling
 from fastgen.runtime.requests.request import Sequence
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.runtime.sampling.sampled_rows import RowHistory, is_plain, penalises
+from fastgen.runtime.sampling.sampled_rows import BiasLists, EndingIds, RowHistory, is_plain, penalises
 from fastgen.runtime.scheduling.drafts import SampledSequence
-
-# Returns the ids that a sequence may not have before its ``min_new_tokens``.
-EndingIds = Callable[[Sequence], frozenset[int]]
 
 
 class SamplingInputs(Protocol):
@@ -44,7 +40,7 @@ class SlotSampler:
     """Launches ``kernels`` on the rows of ``inputs``, and keeps the parameters of each slot up to date."""
 
     def __init__(self, kernels: SamplingKernel, inputs: SamplingInputs):
-        self._kernels, self._inputs = kernels, inputs
+        self._kernels, self._inputs, self._bias_lists = kernels, inputs, BiasLists(kernels.vocab_size)
         self._settings: list[SlotSampling | None] = [None] * kernels.max_slots
         # Slots in sync for their next token: the sequence, its preemptions so far, the position. ``None`` is dirty.
         self._synced: list[tuple[Sequence, int, int] | None] = [None] * kernels.max_slots
@@ -71,7 +67,7 @@ class SlotSampler:
             known = self._synced[slot] == (sequence, sequence.num_preemptions, position)
             first_free = sequence.num_prompt_tokens + sequence.request.sampling.min_new_tokens
             if not known or position == first_free:
-                self._write(slot, sequence, ending_ids(sequence))
+                self._write(slot, sequence, ending_ids)
             self._synced[slot] = None  # dirty until the step has ended: it is unknown what was counted
 
     def constrain(self, sequences: SequenceOf[Sequence]) -> None:
@@ -100,10 +96,10 @@ class SlotSampler:
         logprobs, top, top_ids = map(self._kernels.buffer, ("logprobs", "top_logprobs", "top_ids"))
         return logprobs[:num_rows], top[:num_rows], top_ids[:num_rows]
 
-    def _write(self, slot: int, sequence: Sequence, ending_ids: frozenset[int]) -> None:
+    def _write(self, slot: int, sequence: Sequence, ending_ids: EndingIds) -> None:
         settings = SlotSampling()
         if not is_plain(sequence.request.sampling):
-            row = RowHistory(sequence, ending_ids, self._kernels.vocab_size).row()
+            row = RowHistory(sequence, ending_ids, self._bias_lists).row()
             settings = SlotSampling(
                 temperature=row.sampling.temperature,
                 top_k=row.sampling.top_k,

@@ -10,30 +10,27 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from fastgen.serving.refusals import TooLargeError
 
-# A text of at most so many bytes is parsed within some hundredths of a second, whatever it holds.
-FREE_BYTES = 256 << 10
+# A text of at most so many bytes is parsed within a millisecond or two, whatever it holds, and one of FREE_BYTES within
+# some hundredths of a second.
+QUICK_BYTES, FREE_BYTES = 16 << 10, 256 << 10
 # Values of lists and objects. A prompt may have 2^20 token ids.
 _MAX_VALUES = (1 << 20) + (1 << 17)
 # Lists, objects, texts, names, and numbers with a fraction or an exponent, which take longer than whole numbers.
 # ``/generate`` takes 65,536 of ``logit_bias``, which are a name and a fraction each.
 _MAX_SLOW = 5 << 15
-_SLOW = b'[{".eE'
+_SLOW = b"[{.eE"
 # Digits of one number. The time to parse a number grows with the square of its digits.
 _MAX_DIGITS = 64
 _MANY_DIGITS = b"0" * (_MAX_DIGITS + 1)
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
-_PIECE_BYTES = 1 << 18
-_QUOTE, _BACKSLASH, _SPACE, _NEWLINE = b'"\\ \n'
-# It ends a text whatever that holds: a string of JSON has no newline, and a backslash escapes one of two at most.
-_BETWEEN_TEXTS = b"\n\n"
+_PIECE_BYTES = 1 << 16
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _HALF = "has half of a pair of surrogates"
 # The steps to a value before the last one, and the last one.
@@ -55,7 +52,7 @@ def parse_json(text: bytes) -> Any:
     have (``NaN``, ``1e999``). A short one is parsed by Python, whose errors say more.
     """
     try:
-        if len(text) <= FREE_BYTES:
+        if len(text) <= QUICK_BYTES:
             return _parse_short(text)
         return msgspec.json.decode(text.removeprefix(codecs.BOM_UTF8))  # as Python's parser does
     except json.JSONDecodeError:
@@ -109,71 +106,71 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def check_json_size(text: bytes, what: str = "the body") -> None:
-    """Raises ``TooLargeError`` if ``text``, which is JSON, is beyond the limits. The error calls it ``what``.
-
-    It takes 3 to 20 ms for each MiB, in pieces between which other threads run.
+def check_json_sizes(texts: Iterable[bytes], what: str = "the body") -> None:
+    """Raises ``TooLargeError`` if ``texts``, each of which is JSON, are beyond the limits together. The error calls
+    them ``what``. See :func:`measured` for its time.
     """
-    if _is_surely_small(text):
+    for _ in measured(texts, what):
+        pass
+
+
+def measured(texts: Iterable[bytes], what: str = "the body") -> Iterator[None]:
+    """Does what :func:`check_json_sizes` does in pieces, and yields after each, so that a caller can do something else
+    between them.
+
+    A piece takes up to a millisecond, and a MiB 1 to 15 ms. What is beyond the limits is not measured to its end.
+    """
+    texts = [*texts]
+    if sum(map(len, texts)) <= FREE_BYTES:
         return
-    counts, has_long_number = _count_outside_strings(text)
-    num_values, num_slow = int(counts[ord(",")]), int(sum(counts[mark] for mark in _SLOW))
-    if num_values > _MAX_VALUES:
-        raise TooLargeError(f"{what} has {num_values} values, and may have {_MAX_VALUES}")
-    if num_slow > _MAX_SLOW:
-        raise TooLargeError(
-            f"{what} has {num_slow} lists, objects, texts, names and fractions, and may have {_MAX_SLOW} of them"
-        )
-    if has_long_number:
-        raise TooLargeError(f"{what} has a number of more than {_MAX_DIGITS} digits")
+    size, num_new_bytes = _Size(), 0
+    for text in texts:
+        size.begin_text()
+        for begin in range(0, len(text), _PIECE_BYTES):
+            piece = text[begin : begin + _PIECE_BYTES]
+            size.add(piece)
+            size.check(what)
+            num_new_bytes += len(piece)
+            if num_new_bytes >= _PIECE_BYTES:
+                num_new_bytes = 0
+                yield
 
 
-def check_json_sizes(texts: Iterable[str], what: str) -> None:
-    """Raises ``TooLargeError`` if ``texts``, each of which is JSON, are beyond the limits together."""
-    check_json_size(_BETWEEN_TEXTS.join(text.encode() for text in texts), what)
+class _Size:
+    """Counts what is outside the strings of JSON texts. A string counts where it ends."""
 
+    def __init__(self) -> None:
+        self.num_values = self.num_slow = 0
+        self.has_long_number = False
+        self.begin_text()
 
-def _is_surely_small(text: bytes) -> bool:
-    """Returns whether ``text`` is within the limits even if all the marks in its strings count."""
-    if len(text) <= FREE_BYTES:
-        return True
-    return (
-        text.count(b",") <= _MAX_VALUES
-        and len(text) - len(text.translate(None, _SLOW)) <= _MAX_SLOW
-        and _MANY_DIGITS not in text.translate(_DIGITS_AS_ZEROS)
-    )
+    def begin_text(self) -> None:
+        """The next piece is the first of another text, whatever the last one ended with."""
+        self._is_in_string = self._is_escaped = False
+        # What is outside strings at the end of the last piece, as far as a number may go on in the next.
+        self._end = b""
 
+    def add(self, piece: bytes) -> None:
+        if self._is_escaped:
+            piece = piece[1:]
+        self._is_escaped = (len(piece) - len(piece.rstrip(b"\\"))) % 2 == 1
+        if b"\\" in piece:
+            piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = piece.split(b'"')
+        num_quotes = len(parts) - 1 + self._is_in_string
+        outside = b" ".join(parts[self._is_in_string :: 2])
+        self._is_in_string = num_quotes % 2 == 1
+        self.num_values += outside.count(b",")
+        self.num_slow += num_quotes // 2 + len(outside) - len(outside.translate(None, _SLOW))
+        numbers = self._end + outside.translate(_DIGITS_AS_ZEROS)
+        self.has_long_number = self.has_long_number or _MANY_DIGITS in numbers
+        self._end = b"" if self._is_in_string else numbers[-_MAX_DIGITS:]
 
-def _count_outside_strings(text: bytes) -> tuple[np.ndarray, bool]:
-    """Returns how often each byte occurs outside the strings of a JSON text, to which the quote at their end belongs,
-    and whether a number in it has too many digits.
-    """
-    counts = np.zeros(256, np.int64)
-    is_in_string, is_escaped = 0, False
-    end, has_long_number = b"", False
-    for begin in range(0, len(text), _PIECE_BYTES):
-        piece = np.frombuffer(text, np.uint8, min(_PIECE_BYTES, len(text) - begin), begin).copy()
-        if is_escaped:
-            piece[0] = _SPACE
-        escaped = _after_odd_backslashes(piece)
-        is_escaped = bool(len(escaped)) and int(escaped[-1]) == len(piece)
-        piece[escaped[: len(escaped) - is_escaped]] = _SPACE
-        num_quotes = np.cumsum(piece == _QUOTE, dtype=np.int32) + is_in_string
-        # A newline in a string is an error, after which nothing is parsed. The next text begins outside a string.
-        num_quotes -= np.maximum.accumulate(np.where(piece == _NEWLINE, num_quotes, 0))
-        is_outside = num_quotes % 2 == 0
-        counts += np.bincount(piece[is_outside], minlength=256)
-        is_in_string = int(num_quotes[-1]) % 2
-        outside = end + np.where(is_outside, piece, np.uint8(_SPACE)).tobytes()
-        has_long_number = has_long_number or _MANY_DIGITS in outside.translate(_DIGITS_AS_ZEROS)
-        end = outside[-_MAX_DIGITS:]
-    return counts, has_long_number
-
-
-def _after_odd_backslashes(piece: np.ndarray) -> np.ndarray:
-    """Returns the places behind the runs of an odd number of backslashes: those of escaped characters."""
-    places = np.flatnonzero(piece == _BACKSLASH)
-    firsts = places[np.diff(places, prepend=-2) != 1]
-    lasts = places[np.diff(places, append=len(piece) + 1) != 1]
-    behind: np.ndarray = lasts[(lasts - firsts) % 2 == 0] + 1
-    return behind
+    def check(self, what: str) -> None:
+        """Raises ``TooLargeError`` if it is beyond the limits."""
+        if self.num_values > _MAX_VALUES:
+            raise TooLargeError(f"{what} has more than {_MAX_VALUES} values")
+        if self.num_slow > _MAX_SLOW:
+            raise TooLargeError(f"{what} has more than {_MAX_SLOW} lists, objects, texts, names and fractions")
+        if self.has_long_number:
+            raise TooLargeError(f"{what} has a number of more than {_MAX_DIGITS} digits")

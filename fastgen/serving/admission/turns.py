@@ -1,36 +1,65 @@
-"""Spreads work over the turns of the event loop."""
+"""Spreads work that takes long over the turns of the event loop, and over time."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
+
+# Work of a turn that takes less delays nobody, so nothing has to wait after it.
+_SHORT_S = 0.002
 
 
 class Turns:
-    """Lets at most ``num_at_once`` callers go on in one turn of the event loop, in their order.
+    """Lets callers go on in their order, at most ``num_at_once`` in one turn of the event loop, which takes as long as
+    their pieces of work together. Of the loop's time the pieces take at most about the ``share``: after long ones
+    nobody goes on until so much time has passed.
 
-    A turn lasts as long as the work of all who go on in it, and everybody else waits for its end.
+    A piece is what a caller does until it waits for anything. Time is the processor's.
     """
 
-    def __init__(self, num_at_once: int):
-        self._num_at_once = num_at_once
-        # While there are any, the next of them are asked for in the next turn.
+    def __init__(self, num_at_once: int, *, share: float = 1.0):
+        self._num_at_once, self._rests = num_at_once, 1 / share - 1
         self._waiting: deque[asyncio.Future[None]] = deque()
+        # Whether the next callers will be let go on, or the last ones have not done their pieces.
+        self._is_going = False
+        # When the last pieces began, by the thread's processor time, and when others may, by ``time.monotonic``.
+        self._began_s = self._free_s = 0.0
 
     async def wait(self) -> None:
-        """Returns in a later turn of the loop: the next but one, if no more than ``num_at_once`` wait."""
-        loop = asyncio.get_running_loop()
-        if not self._waiting:
-            loop.call_soon(self._let_some_go_on)
-        self._waiting.append(loop.create_future())
-        await self._waiting[-1]
+        """Returns in a later turn of the loop: the next but one, if nobody else waits and no long piece was done."""
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        if not self._is_going:
+            self._is_going = True
+            asyncio.get_running_loop().call_soon(self._go_on_when_free)
+        await place
 
-    def _let_some_go_on(self) -> None:
-        num_left = self._num_at_once
+    def _go_on_when_free(self) -> None:
+        delay_s = self._free_s - time.monotonic()
+        if delay_s > 0:
+            asyncio.get_running_loop().call_later(delay_s, self._go_on)
+        else:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        loop, num_left = asyncio.get_running_loop(), self._num_at_once
+        loop.call_soon(self._begin)  # the loop runs the callers between this and the end
         while self._waiting and num_left:
             place = self._waiting.popleft()
             if not place.done():  # it is, if its caller was cancelled
                 place.set_result(None)
                 num_left -= 1
+        loop.call_soon(self._end)
+
+    def _begin(self) -> None:
+        self._began_s = time.thread_time()
+
+    def _end(self) -> None:
+        took_s = time.thread_time() - self._began_s
+        if took_s > _SHORT_S:
+            self._free_s = time.monotonic() + took_s * self._rests
         if self._waiting:
-            asyncio.get_running_loop().call_soon(self._let_some_go_on)
+            self._go_on_when_free()
+        else:
+            self._is_going = False

@@ -15,6 +15,7 @@ from fastgen.serving.engine.messages import (
     Progress,
     Refused,
     Report,
+    RequestDecoder,
     Status,
     Submit,
     ToServer,
@@ -32,7 +33,7 @@ class Connection:
     """A connection by which requests come, and what is to be reported of them. ``decoder`` reads the messages."""
 
     def __init__(self, socket: zmq.Socket[bytes], decoder: msgspec.msgpack.Decoder[Any]):
-        self.socket, self._decoder = socket, decoder
+        self.socket, self._decoder = socket, RequestDecoder(decoder)
         # Requests that are not queued yet, by their numbers.
         self.submits: dict[int, Submit] = {}
         # The next report; see :class:`~fastgen.serving.engine.messages.Report`.

@@ -8,7 +8,7 @@ once.
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import msgspec
 import zmq
@@ -27,7 +27,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
 
     number: int
     prompt_ids: list[int]
-    # See :class:`SamplingPacker`.
+    # See :class:`SamplingPacker` and :class:`RequestEncoder`.
     sampling: msgspec.Raw
     is_stream: bool
 
@@ -204,6 +204,47 @@ def has_come(socket: zmq.Socket[bytes]) -> bool:
     return bool(socket.getsockopt(zmq.EVENTS) & _READABLE)  # type: ignore[operator]  # this option is a number
 
 
+# What stands for the sampling parameters of the last request of a connection.
+_SAME = msgspec.Raw(encoder.encode(None))
+
+
+class RequestEncoder:
+    """Encodes the messages to an engine by one connection. Sampling parameters that the last request had too are not
+    sent again: with a long format, a call of many prompts would take seconds.
+
+    The connection must lose no message, and :class:`RequestDecoder` must read them at its other end.
+    """
+
+    def __init__(self) -> None:
+        self._last: msgspec.Raw | None = None
+
+    def encode(self, message: ToEngine) -> bytes:
+        if isinstance(message, Submit | Check):
+            if message.sampling is self._last:
+                message = msgspec.structs.replace(message, sampling=_SAME)
+            else:
+                self._last = message.sampling
+        return encoder.encode(message)
+
+
+class RequestDecoder:
+    """Reads the messages of one connection, by ``decoder``. The requests of a call have one object ``sampling``."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[Any]):
+        self._decoder = decoder
+        self._last = _SAME
+
+    def decode(self, encoded: bytes) -> Any:
+        """Returns the message. Raises ``msgspec.DecodeError``."""
+        message = self._decoder.decode(encoded)
+        if isinstance(message, Submit | Check):
+            if len(message.sampling) == len(_SAME) and bytes(message.sampling) == bytes(_SAME):
+                message.sampling = self._last
+            else:
+                self._last = message.sampling
+        return message
+
+
 _DEFAULTS = vars(SamplingParams())
 
 
@@ -234,13 +275,19 @@ class SamplingUnpacker:
 
     def __init__(self) -> None:
         self._shared: WeakValueDictionary[bytes, SamplingParams] = WeakValueDictionary()
+        # The last ones, packed and unpacked: the requests of a call, which have one object, need no long key.
+        self._last = msgspec.Raw(), ref(SamplingParams())
 
     def unpack(self, packed: msgspec.Raw) -> SamplingParams:
         """Returns the sampling parameters. Raises ``InvalidArgumentError`` if they are not valid."""
+        last, found = self._last
+        if packed is last and (sampling := found()) is not None:
+            return sampling
         key = bytes(packed)
         if (sampling := self._shared.get(key)) is None:
             fields: dict[str, Any] = msgspec.msgpack.decode(key)
             if (response_format := fields.get("response_format")) is not None:
                 fields["response_format"] = ResponseFormat(**response_format)
             self._shared[key] = sampling = SamplingParams(**fields)
+        self._last = packed, ref(sampling)
         return sampling

@@ -69,7 +69,7 @@ STATUS_S = 0.25
 PACE_S = 0.005
 # How long requests of a connection are queued before the next step, and those whose formats are compiled: a call may
 # have thousands of prompts.
-_SUBMITTING_S = 0.01
+_SUBMITTING_S = 0.003
 # The longest sleep of an idle engine while a format is compiled.
 _FORMAT_S = 0.002
 

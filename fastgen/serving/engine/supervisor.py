@@ -30,9 +30,9 @@ from fastgen.serving.engine.messages import (
     Ready,
     Reply,
     Report,
+    RequestEncoder,
     Stop,
     ToEngine,
-    encoder,
     has_come,
     to_server,
 )
@@ -83,6 +83,7 @@ class EngineProcess:
         self._ready: asyncio.Future[EngineFacts] | None = None
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
+        self._encoder = RequestEncoder()
         self._will_receive = False
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: asyncio.Future[int] | None = None
@@ -238,6 +239,7 @@ class EngineProcess:
     def _open_socket(self) -> None:
         if self._directory is None:
             self._directory = SocketDirectory()
+        self._encoder = RequestEncoder()
         self._num_processes += 1  # each process has its own address, so it receives no message for the previous one
         socket = self._context.socket(zmq.PAIR)
         socket.setsockopt(zmq.LINGER, 0)
@@ -258,7 +260,7 @@ class EngineProcess:
 
     def send(self, message: ToEngine) -> None:
         """Sends a message. Raises ``UnavailableError`` if the process has ended and this was not noticed yet."""
-        self.send_encoded(encoder.encode(message))
+        self.send_encoded(self._encoder.encode(message))
 
     def send_encoded(self, encoded: bytes) -> None:
         """Sends a ``ToEngine`` that is MessagePack already. Raises like :meth:`send`."""

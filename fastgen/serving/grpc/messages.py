@@ -21,7 +21,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.outputs import FinishReason, GenerationChunk, GenerationOutput, Logprobs, RequestMetrics
 from fastgen.runtime.requests.response_format import ResponseFormat
-from fastgen.serving.admission.json_limits import check_json_size, parse_json
+from fastgen.serving.admission.json_limits import check_json_sizes, parse_json
 
 PACKAGE = "fastgen.v1"
 SERVICE = f"{PACKAGE}.Generation"
@@ -145,7 +145,7 @@ def conversation(request: Any) -> list[dict[str, Any]]:
     """Returns the messages of a ``ChatRequest`` in the form that ``LLM.chat`` takes. Raises ``InvalidArgumentError`` or
     ``TooLargeError``.
     """
-    check_json_size("".join(message.more for message in request.messages).encode())
+    check_json_sizes(message.more.encode() for message in request.messages)
     messages = []
     for index, message in enumerate(request.messages):
         try:

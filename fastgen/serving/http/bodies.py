@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from io import BytesIO
 
 from starlette.datastructures import Headers
 from starlette.types import Receive
@@ -79,19 +80,19 @@ class Body(CountedBody):
             return await self._receive(receive, is_large=num_announced > FREE_BYTES)
 
     async def _receive(self, receive: Receive, *, is_large: bool) -> bool:
-        content = bytearray()
+        content = BytesIO()  # it gives what it has without a copy
         while True:
-            if is_large or len(content) > FREE_BYTES:
+            if is_large or content.tell() > FREE_BYTES:
                 await self._receiving.turns.wait()
             message = await receive()
             if message["type"] == "http.disconnect":
                 return False
-            content += message.get("body", b"")
-            if len(content) > self._max_bytes:
+            content.write(message.get("body", b""))
+            if content.tell() > self._max_bytes:
                 raise self._too_large()
-            self.count(len(content))
+            self.count(content.tell())
             if not message.get("more_body", False):
-                self.content = bytes(content)
+                self.content = content.getvalue()
                 return True
 
     def _too_large(self) -> TooLargeError:

@@ -4,7 +4,6 @@ It writes a line to the log.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import re
@@ -15,12 +14,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastgen.serving.admission.bodies import Bodies
-from fastgen.serving.admission.json_limits import FREE_BYTES, check_json_size
+from fastgen.serving.admission.json_limits import FREE_BYTES, QUICK_BYTES, measured
 from fastgen.serving.admission.turns import Turns
 from fastgen.serving.api_keys import bearer
 from fastgen.serving.http.bodies import Body, Receiving
 from fastgen.serving.http.errors import CLIENT_LEFT, error_response
 from fastgen.serving.http.hosts import Hosts
+from fastgen.serving.http.json_route import TURNS
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.refusals import (
@@ -39,10 +39,12 @@ from fastgen.serving.refusals import (
 # key itself, and paths that accept another token too.
 OPEN_PATHS = ("/", "/health", "/ready", "/-/healthz", "/ping", "/version", "/terminate")
 OPEN_FOLDER = "/page/"
-# How many bodies the event loop parses in one of its turns, of those that are not surely parsed within a millisecond or
-# two.
-_PARSED_AT_ONCE = 1
-_QUICKLY_PARSED_BYTES = 16 << 10
+# How many requests the event loop begins to answer in one of its turns. Each takes about a millisecond, and tokens of
+# streams wait for the end of the turn.
+_BEGUN_AT_ONCE = 4
+# The most of the event loop's time for parsing bodies, and once more for large ones. The rest is for tokens of streams
+# and for small requests, which all wait while a body is parsed.
+_SHARE = 0.25
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
 _log = logging.getLogger("fastgen.serving.requests")
 
@@ -58,7 +60,11 @@ class Guard:
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: ServerMetrics):
         self._app, self._options, self._metrics = app, options, metrics
         self._hosts, self._bodies = Hosts(options), Bodies(options.connections)
-        self._receiving, self._parsing = Receiving(options.connections), Turns(_PARSED_AT_ONCE)
+        self._receiving = Receiving(options.connections)
+        self._beginning = Turns(_BEGUN_AT_ONCE)
+        # Of parsing bodies that take milliseconds, and of large ones, which are measured before. Threads would take
+        # Python's lock and the processor from the event loop.
+        self._turns, self._turns_of_large = Turns(1, share=_SHARE), Turns(1, share=_SHARE)
 
     def end(self) -> None:
         """Refuses requests whose bodies are not here yet, because the server ends."""
@@ -86,6 +92,8 @@ class Guard:
             await send(message)
 
         is_open = _is_open(scope["path"])
+        if not is_open:
+            await self._beginning.wait()
         with Body(self._bodies, self._receiving, is_open=is_open) as body:
             try:
                 self._hosts.check(headers.get("host"))
@@ -95,10 +103,12 @@ class Guard:
                 _check_encoding(headers)
                 if not await body.read(headers, receive):
                     return
-                if len(body.content) > FREE_BYTES:
-                    await asyncio.to_thread(check_json_size, body.content)
-                if len(body.content) > _QUICKLY_PARSED_BYTES:
-                    await self._parsing.wait()
+                turns = self._turns if len(body.content) <= FREE_BYTES else self._turns_of_large
+                for _ in measured([body.content]):
+                    await turns.wait()
+                if len(body.content) > QUICK_BYTES:
+                    await turns.wait()
+                scope["state"][TURNS] = turns
                 scope["state"]["arrived_s"] = time.monotonic()
                 await self._app(scope, _whole(body.content, receive), named_send)
             except RefusedError as error:

@@ -12,12 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fastgen.collector import collector_off
-from fastgen.serving.admission.json_limits import FREE_BYTES, parse_json
+from fastgen.serving.admission.json_limits import QUICK_BYTES, parse_json
+from fastgen.serving.admission.turns import Turns
 from fastgen.serving.http.errors import NOT_JSON, is_json
 from fastgen.serving.refusals import BadRequestError, RefusedError
 
-# The key in ``scope["state"]`` of a body that is already parsed.
-PARSED = "parsed_json"
+# Keys in ``scope["state"]``: of a body that is already parsed, and of the :class:`Turns` that large bodies take.
+PARSED, TURNS = "parsed_json", "turns"
 
 
 class JsonRequest(Request):
@@ -35,9 +36,14 @@ class JsonRequest(Request):
             body = await self.body()
             with collector_off():  # or it would look at a hundred thousand new lists again and again
                 state[PARSED] = parse_json(body)
-            if len(body) > FREE_BYTES:
-                await asyncio.sleep(0)  # others have their turn before the body is validated
+            if len(body) > QUICK_BYTES:
+                await self.turn()  # others have theirs before the body is validated
         return state[PARSED]
+
+    async def turn(self) -> None:
+        """Waits for the request's next turn to do work that takes long."""
+        turns: Turns | None = self.scope["state"].get(TURNS)
+        await (asyncio.sleep(0) if turns is None else turns.wait())
 
 
 class JsonRoute(APIRoute):

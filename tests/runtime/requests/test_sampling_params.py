@@ -1,6 +1,8 @@
 """Sampling parameters: every field's type and range, near spellings, model defaults, and what must survive a pickle."""
 
 import ast
+import copy
+import dataclasses
 import inspect
 import math
 import pickle
@@ -78,7 +80,7 @@ ACCEPTED = [
 def test_values_in_range_are_kept_as_plain_python(name, given, kept):
     value = getattr(SamplingParams(**{name: given}), name)
     assert value == kept
-    assert type(value) is type(kept)
+    assert type(value) is type(kept) or name == "logit_bias"
 
 
 NOT_INTEGERS = [True, False, 1.0, "1", None, math.nan, np.bool_(True), [1]]
@@ -283,3 +285,38 @@ def test_an_output_leads_its_completions():
     assert [item.text for item in first.completions[1].completions] == ["b"]
     assert pickle.loads(pickle.dumps(first)) == first
     assert "text='a'" in repr(first)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda biases: biases.update({1: 200.0}),
+        lambda biases: biases.__setitem__(-1, 1.0),
+        lambda biases: biases.__delitem__(5),
+        lambda biases: biases.__ior__({6: 1.0}),
+        lambda biases: biases.setdefault(6, 1.0),
+        lambda biases: biases.pop(5),
+        lambda biases: biases.popitem(),
+        lambda biases: biases.clear(),
+    ],
+)
+def test_biases_cannot_be_changed_after_the_check(change):
+    sampling = SamplingParams(logit_bias={5: 1.0})
+    for params in (sampling, SamplingParams()):
+        with pytest.raises(TypeError, match=r"dataclasses\.replace"):
+            change(params.logit_bias)
+    assert (sampling.logit_bias, SamplingParams().logit_bias) == ({5: 1.0}, {})
+
+
+def test_biases_are_a_dict_that_can_be_copied():
+    given = {5: 1.0, 7: -2.5}
+    sampling = SamplingParams(logit_bias=given)
+    given[5] = 3.0
+    assert sampling.logit_bias == {5: 1.0, 7: -2.5}
+    assert repr(sampling.logit_bias) == "{5: 1.0, 7: -2.5}"
+    for same in (pickle.loads(pickle.dumps(sampling)), copy.deepcopy(sampling), dataclasses.replace(sampling, seed=1)):
+        assert same.logit_bias == sampling.logit_bias
+        with pytest.raises(TypeError):
+            same.logit_bias[5] = 1.0
+    changed = dataclasses.replace(sampling, logit_bias={**sampling.logit_bias, 6: 1.0})
+    assert changed.logit_bias == {5: 1.0, 7: -2.5, 6: 1.0}

@@ -4,14 +4,13 @@ limits of a body's JSON.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from fastgen.serving.admission.json_limits import FREE_BYTES, check_json_sizes, parse_json
+from fastgen.serving.admission.json_limits import FREE_BYTES, measured, parse_json
 from fastgen.serving.http.json_route import JsonRequest, JsonRoute
 
 
@@ -37,7 +36,8 @@ class _ConversationRequest(JsonRequest):
         body = await super().json()
         texts = [*_arguments(body)]
         if sum(map(len, texts)) > FREE_BYTES // 4:  # a character has at most 4 bytes
-            await asyncio.to_thread(check_json_sizes, texts, "the JSON in arguments of calls")
+            for _ in measured((text.encode() for text in texts), "the JSON in arguments of calls"):
+                await self.turn()
         return body
 
 
