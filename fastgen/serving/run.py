@@ -21,8 +21,8 @@ from fastgen.serving.admission.request_memory import request_memory
 from fastgen.serving.clients.deployments import Deployment, registered, this_deployment
 from fastgen.serving.ending import Ending
 from fastgen.serving.engine.engine import ServedEngine
-from fastgen.serving.engine.garbage import rarely_collected
 from fastgen.serving.engine.request import EngineWatcher
+from fastgen.serving.garbage import COLLECTOR
 from fastgen.serving.grpc.server import GrpcServer
 from fastgen.serving.heap import return_what_is_freed
 from fastgen.serving.http.app import create_app, prepare
@@ -135,19 +135,22 @@ async def _run(
                 certificate=options.tls_cert,
                 token=ending.token,
             )
-            with rarely_collected(), registered(deployment):
-                beside = request_memory(options, memory_bytes())
-                _log.info("memory of %s:\n%s\n%s", service.model_name, service.facts.ledger, beside)
-                log.flush()
-                takes_text = bool(service.facts.tokenizer_class)
-                write_text(STDOUT, announcement(deployment, needs_key=bool(options.api_keys), takes_text=takes_text))
-                on_ready(deployment)
-                await endings.first_or(_failure(service))
-                if is_shared:
-                    http.leave()
-                    await endings.second_or(by_grpc.leave(options.drain_timeout_s + FLUSH_S))
-                _log.info("ending: running requests may take %g s to finish", options.drain_timeout_s)
-                await endings.second_or(service.drain(options.drain_timeout_s))
+            async with COLLECTOR.running():
+                with registered(deployment):
+                    beside = request_memory(options, memory_bytes())
+                    _log.info("memory of %s:\n%s\n%s", service.model_name, service.facts.ledger, beside)
+                    log.flush()
+                    takes_text = bool(service.facts.tokenizer_class)
+                    write_text(
+                        STDOUT, announcement(deployment, needs_key=bool(options.api_keys), takes_text=takes_text)
+                    )
+                    on_ready(deployment)
+                    await endings.first_or(_failure(service))
+                    if is_shared:
+                        http.leave()
+                        await endings.second_or(by_grpc.leave(options.drain_timeout_s + FLUSH_S))
+                    _log.info("ending: running requests may take %g s to finish", options.drain_timeout_s)
+                    await endings.second_or(service.drain(options.drain_timeout_s))
     finally:
         await stop_all(service, by_grpc, http, serving, endings)
         listener.close()

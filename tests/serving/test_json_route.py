@@ -12,7 +12,10 @@ import pytest
 from fastapi import APIRouter, FastAPI
 
 from fastgen.serving.http.errors import NOT_JSON, add_error_handlers
-from fastgen.serving.http.json_route import JsonRequest, JsonRoute
+from fastgen.serving.http.guard import Guard
+from fastgen.serving.http.json_route import PARSED, JsonRequest, JsonRoute
+from fastgen.serving.monitoring.prometheus import ServerMetrics
+from fastgen.serving.options import ServeOptions
 from fastgen.serving.refusals import OverloadedError
 
 
@@ -81,3 +84,26 @@ def test_a_refusal_while_the_body_is_read_keeps_its_status() -> None:
     answer = posted(a_router(BusyRoute), "application/json")
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
     assert answer.json()["error"]["message"] == "come again"
+
+
+@pytest.mark.parametrize("body", [b'{"a": 1}', b"[1, 2, 3]", b'{"a"'])
+def test_a_parsed_body_is_free_once_it_is_answered(body: bytes) -> None:
+    """A connection keeps its last scope for as long as it lives."""
+    app = FastAPI()
+    add_error_handlers(app)
+    app.include_router(a_router(JsonRoute))
+    scopes: list[Any] = []
+
+    async def noted(scope: Any, receive: Any, send: Any) -> None:
+        scopes.append(scope)
+        await Guard(app, ServeOptions(), ServerMetrics(lambda: True))(scope, receive, send)
+
+    async def run() -> None:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=noted), base_url="http://localhost") as client:
+            answer = await client.post("/", content=body, headers={"content-type": "application/json"})
+            assert answer.status_code == (200 if body == b'{"a": 1}' else 400)
+
+    asyncio.run(run())
+    (scope,) = scopes
+    assert "request_id" in scope["state"]
+    assert PARSED not in scope["state"]

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from fastgen.serving.admission.json_limits import FREE_BYTES, check_json_sizes
-from fastgen.serving.engine.garbage import rarely_collected
+from fastgen.serving.garbage import rarely_collected
 from fastgen.serving.http import json_route
 from fastgen.serving.http.app import create_app
 from fastgen.serving.http.generate import generate_routes

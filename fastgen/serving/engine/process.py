@@ -35,7 +35,6 @@ from fastgen.runtime.scheduling.policies import make_policy
 from fastgen.runtime.step.faults import cause_of
 from fastgen.serving.engine.connections import Connection, Connections
 from fastgen.serving.engine.formats import FormatThread
-from fastgen.serving.engine.garbage import rarely_collected
 from fastgen.serving.engine.messages import (
     Ask,
     Cancel,
@@ -57,6 +56,7 @@ from fastgen.serving.engine.messages import (
     encoder,
 )
 from fastgen.serving.engine.recordings import Recordings
+from fastgen.serving.garbage import rarely_collected
 from fastgen.serving.monitoring.live import live_view
 from fastgen.serving.monitoring.log import set_up_logging_of_engine
 from fastgen.serving.monitoring.log_file import move_output_to_log

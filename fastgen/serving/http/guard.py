@@ -9,6 +9,7 @@ import logging
 import re
 import time
 import uuid
+from contextlib import ExitStack
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,10 +18,11 @@ from fastgen.serving.admission.bodies import Bodies
 from fastgen.serving.admission.json_limits import FREE_BYTES, QUICK_BYTES, measured
 from fastgen.serving.admission.turns import Turns
 from fastgen.serving.api_keys import bearer
+from fastgen.serving.garbage import COLLECTOR
 from fastgen.serving.http.bodies import Body, Receiving
 from fastgen.serving.http.errors import CLIENT_LEFT, error_response
 from fastgen.serving.http.hosts import Hosts
-from fastgen.serving.http.json_route import TURNS
+from fastgen.serving.http.json_route import PARSED, TURNS
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.refusals import (
@@ -42,9 +44,9 @@ OPEN_FOLDER = "/page/"
 # How many requests the event loop begins to answer in one of its turns. Each takes about a millisecond, and tokens of
 # streams wait for the end of the turn.
 _BEGUN_AT_ONCE = 4
-# The most of the event loop's time for parsing bodies, and once more for large ones. The rest is for tokens of streams
+# The most of the event loop's time for parsing bodies, and for parsing large ones. The rest is for tokens of streams
 # and for small requests, which all wait while a body is parsed.
-_SHARE = 0.25
+_SHARE, _SHARE_OF_LARGE = 0.25, 0.125
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
 _log = logging.getLogger("fastgen.serving.requests")
 
@@ -64,7 +66,7 @@ class Guard:
         self._beginning = Turns(_BEGUN_AT_ONCE)
         # Of parsing bodies that take milliseconds, and of large ones, which are measured before. Threads would take
         # Python's lock and the processor from the event loop.
-        self._turns, self._turns_of_large = Turns(1, share=_SHARE), Turns(1, share=_SHARE)
+        self._turns, self._turns_of_large = Turns(1, share=_SHARE), Turns(1, share=_SHARE_OF_LARGE)
 
     def end(self) -> None:
         """Refuses requests whose bodies are not here yet, because the server ends."""
@@ -80,12 +82,14 @@ class Guard:
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
         scope.setdefault("state", {})["request_id"] = request_id
-        status, error_body = 0, b""
+        status, error_body, holding = 0, b"", ExitStack()
 
         async def named_send(message: Message) -> None:
             nonlocal status, error_body
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if status < 400:  # an error holds what it is about until it is sent
+                    holding.close()
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             elif status >= 400:
                 error_body = message.get("body", b"")
@@ -94,7 +98,7 @@ class Guard:
         is_open = _is_open(scope["path"])
         if not is_open:
             await self._beginning.wait()
-        with Body(self._bodies, self._receiving, is_open=is_open) as body:
+        with holding, Body(self._bodies, self._receiving, is_open=is_open) as body:
             try:
                 self._hosts.check(headers.get("host"))
                 if not is_open:
@@ -108,6 +112,7 @@ class Guard:
                     await turns.wait()
                 if len(body.content) > QUICK_BYTES:
                     await turns.wait()
+                    holding.enter_context(COLLECTOR.large())
                 scope["state"][TURNS] = turns
                 scope["state"]["arrived_s"] = time.monotonic()
                 await self._app(scope, _whole(body.content, receive), named_send)
@@ -117,6 +122,7 @@ class Guard:
                 self._metrics.refused(_REASONS[type(error)])
                 await response(scope, receive, named_send)
             finally:
+                scope["state"].pop(PARSED, None)  # the connection keeps its scope until its next request
                 route = getattr(scope.get("route"), "path", "other")
                 self._metrics.http_request(route, method, status or CLIENT_LEFT)
                 if self._options.log_requests:

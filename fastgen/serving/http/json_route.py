@@ -37,7 +37,7 @@ class JsonRequest(Request):
             with collector_off():  # or it would look at a hundred thousand new lists again and again
                 state[PARSED] = parse_json(body)
             if len(body) > QUICK_BYTES:
-                await self.turn()  # others have theirs before the body is validated
+                await asyncio.sleep(0)  # others have their turn before the body is validated
         return state[PARSED]
 
     async def turn(self) -> None:

@@ -112,7 +112,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         await service.engine.server.loaded.wait()  # type: ignore[attr-defined]
 
     monkeypatch.setattr(Service, "start", start)
-    monkeypatch.setattr(run, "rarely_collected", contextlib.nullcontext)
+    monkeypatch.setattr(run.COLLECTOR, "running", contextlib.nullcontext)
 
 
 async def answering(port: int) -> str:
