@@ -18,7 +18,8 @@ from fastgen.collector import collector_off
 # Thresholds of the three generations; Python's defaults are 700, 10, 10. A collection looks at 5000 new objects, which
 # takes some milliseconds, or at 50,000. All are looked at after 2 million at the earliest.
 _NEW_OBJECTS, _YOUNG, _OLD = 5000, 10, 40
-_PERIOD_S = 0.02
+# How often it is looked at whether there is enough to collect.
+_PERIOD_S = 0.1
 # How long large JSON puts a collection off: by then it is refused, or what is left of it stays for long. And how long a
 # collection is put off at most.
 _LARGE_S, _MAX_POSTPONED_S = 1.0, 2.0

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from fastgen.serving.api_keys import ApiKeys
+from fastgen.serving.http import guard as guard_module
 from fastgen.serving.http.connection import LimitedConnection
 from fastgen.serving.http.guard import Guard
 from fastgen.serving.options import ConnectionLimits, ServeOptions
@@ -201,8 +204,9 @@ def test_a_limit_below_that_of_open_paths_holds_for_them_too() -> None:
     check(test, ServeOptions(port=0, connections=ConnectionLimits(max_body_bytes=100)))
 
 
-def test_few_requests_are_begun_in_one_turn_of_the_loop() -> None:
+def test_few_requests_are_begun_in_one_turn_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of streams wait for the end of a turn. Health checks wait for no other request."""
+    monkeypatch.setattr(guard_module, "_BEGUN_AT_ONCE", 4)
     begun: Counter[int] = Counter()
     order: list[str] = []
 
@@ -228,5 +232,42 @@ def test_few_requests_are_begun_in_one_turn_of_the_loop() -> None:
         assert begun.total() == 40
         assert max(begun.values()) <= 4
         assert order.index("/health") < 20, "it came last"
+
+    check(test)
+
+
+def test_a_large_body_is_measured_in_several_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+
+    async def test(server: Served) -> None:
+        loop_turns = LoopTurns()
+
+        def measure(texts: list[bytes]) -> Iterator[None]:
+            assert texts == [bytes(300_000)]
+            for _ in range(5):
+                measured.append(loop_turns.number)
+                yield
+
+        monkeypatch.setattr(guard_module, "measured", measure)
+        assert (await server.ask(post("/echo", bytes(300_000))))[2] == bytes(300_000)
+        loop_turns.stop()
+        assert len(set(measured)) == 5
+
+    check(test)
+
+
+def test_bodies_wait_for_larger_ones_only_where_these_are_large_too() -> None:
+    async def test(server: Served) -> None:
+        guard = server.http.config.app
+        assert isinstance(guard, Guard)
+        guard._turns_of_large._free_s = time.monotonic() + 1000.0  # as after one that took very long
+        waiting = await server.connect()
+        waiting.writer.write(post("/echo", bytes(300_000)))
+        while not guard._turns_of_large._waiting:
+            await asyncio.sleep(0.01)
+        for size in (100, 17 << 10, 256 << 10):
+            assert (await server.ask(post("/echo", bytes(size))))[2] == bytes(size)
+        assert bytes(300_000) not in server.app.bodies
+        waiting.writer.close()
 
     check(test)

@@ -118,7 +118,7 @@ def measured(texts: Iterable[bytes], what: str = "the body") -> Iterator[None]:
     """Does what :func:`check_json_sizes` does in pieces, and yields after each, so that a caller can do something else
     between them.
 
-    A piece takes up to a millisecond, and a MiB 1 to 15 ms. What is beyond the limits is not measured to its end.
+    A piece takes up to a millisecond, and a MiB up to 10 ms. What is beyond the limits is not measured to its end.
     """
     texts = [*texts]
     if sum(map(len, texts)) <= FREE_BYTES:

@@ -15,7 +15,7 @@ class Turns:
     their pieces of work together. Of the loop's time the pieces take at most about the ``share``: after long ones
     nobody goes on until so much time has passed.
 
-    A piece is what a caller does until it waits for anything. Time is the processor's.
+    A piece is what a caller does until it waits for anything. Its time is processor time.
     """
 
     def __init__(self, num_at_once: int, *, share: float = 1.0):
@@ -23,17 +23,30 @@ class Turns:
         self._waiting: deque[asyncio.Future[None]] = deque()
         # Whether the next callers will be let go on, or the last ones have not done their pieces.
         self._is_going = False
+        # Callers of this turn that did not have to wait.
+        self._num_at_once_now = 0
         # When the last pieces began, by the thread's processor time, and when others may, by ``time.monotonic``.
         self._began_s = self._free_s = 0.0
 
     async def wait(self) -> None:
-        """Returns in a later turn of the loop: the next but one, if nobody else waits and no long piece was done."""
-        place = asyncio.get_running_loop().create_future()
+        """Returns at once if few have come in this turn of the loop and there is no ``share`` to keep. Else returns in
+        a later turn: the next but one, if nobody else waits and no long piece was done.
+        """
+        loop = asyncio.get_running_loop()
+        if not (self._rests or self._is_going) and self._num_at_once_now < self._num_at_once:
+            if not self._num_at_once_now:
+                loop.call_soon(self._turn_ended)
+            self._num_at_once_now += 1
+            return
+        place = loop.create_future()
         self._waiting.append(place)
         if not self._is_going:
             self._is_going = True
-            asyncio.get_running_loop().call_soon(self._go_on_when_free)
+            loop.call_soon(self._go_on_when_free)
         await place
+
+    def _turn_ended(self) -> None:
+        self._num_at_once_now = 0
 
     def _go_on_when_free(self) -> None:
         delay_s = self._free_s - time.monotonic()
@@ -63,3 +76,5 @@ class Turns:
             self._go_on_when_free()
         else:
             self._is_going = False
+            self._num_at_once_now = self._num_at_once  # the turn has had its callers
+            asyncio.get_running_loop().call_soon(self._turn_ended)
