@@ -133,12 +133,12 @@ def test_large_json_after_large_json_does_not_put_it_off_for_long(
 
 def test_a_running_collector_stands_in_for_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
     class Node:
-        pass
+        itself: Node
 
     def leave_garbage() -> weakref.ref[Node]:
         nodes = [Node() for _ in range(10_000)]
         for node in nodes:
-            node.itself = node  # type: ignore[attr-defined]
+            node.itself = node
         return weakref.ref(nodes[0])
 
     async def run() -> None:

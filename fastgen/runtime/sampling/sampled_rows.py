@@ -95,7 +95,7 @@ class BiasLists:
         self._last: dict[bool, tuple[Mapping[int, float], frozenset[int], Biases]] = {}
 
     def of(self, biases: Mapping[int, float], forbidden: frozenset[int] = frozenset()) -> Biases:
-        """Returns the list of ``biases``, which nobody changes, and of the ``forbidden`` tokens."""
+        """Returns the list of ``biases`` and ``forbidden`` tokens. The caller must not change ``biases`` later."""
         last = self._last.get(bool(forbidden))
         if last is None or last[0] is not biases or last[1] != forbidden:
             last = self._last[bool(forbidden)] = biases, forbidden, self._made(biases, forbidden)

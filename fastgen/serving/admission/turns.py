@@ -6,14 +6,14 @@ import asyncio
 import time
 from collections import deque
 
-# Work of a turn that takes less delays nobody, so nothing has to wait after it.
+# The next callers wait only after pieces that took longer together.
 _SHORT_S = 0.002
 
 
 class Turns:
-    """Lets callers go on in their order, at most ``num_at_once`` in one turn of the event loop, which takes as long as
-    their pieces of work together. Of the loop's time the pieces take at most about the ``share``: after long ones
-    nobody goes on until so much time has passed.
+    """Lets callers go on in their order, at most ``num_at_once`` in one turn of the event loop. A turn takes as long as
+    their pieces of work together. The pieces take at most about ``share`` of the loop's time: after long pieces the
+    next callers wait.
 
     A piece is what a caller does until it waits for anything. Its time is processor time.
     """
@@ -29,8 +29,8 @@ class Turns:
         self._began_s = self._free_s = 0.0
 
     async def wait(self) -> None:
-        """Returns at once if few have come in this turn of the loop and there is no ``share`` to keep. Else returns in
-        a later turn: the next but one, if nobody else waits and no long piece was done.
+        """Waits for the caller's turn. Without a ``share`` the first callers of a turn of the loop do not wait. Others
+        wait for two turns, or longer behind other callers and long pieces.
         """
         loop = asyncio.get_running_loop()
         if not (self._rests or self._is_going) and self._num_at_once_now < self._num_at_once:

@@ -240,7 +240,7 @@ class EngineLoop:
         """Queues a request when its format is compiled."""
         try:
             sampling = self._samplings.unpack(message.sampling)
-        except Exception as error:  # what it is concerns no other request
+        except Exception as error:  # the parameters of one request must not end the others
             self._refuse(connection, message.number, error)
             return
         then = partial(self._queue, connection, message, sampling)
