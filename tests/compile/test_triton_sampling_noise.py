@@ -78,20 +78,21 @@ def test_noise_is_exact_where_a_logarithm_has_few_digits(kernels: ModuleType) ->
 
 
 def frequencies(kernels: SamplingKernel, logits: Tensor, num_draws: int) -> Iterator[Tensor]:
-    """Yields how often each token is drawn for one row's logits, slot by slot, at positions in turn."""
-    slots = torch.arange(kernels.max_slots, dtype=torch.int32).repeat_interleave(num_draws)
-    positions = torch.arange(num_draws, dtype=torch.int32).repeat(kernels.max_slots)
-    kernels(logits.expand(len(slots), -1).contiguous(), slots, positions)
-    for tokens in kernels.buffer("token_ids").view(kernels.max_slots, num_draws):
+    """Yields how often each token is drawn for one row's logits by ``num_draws`` slots, at positions in turn."""
+    slots = torch.arange(kernels.max_slots, dtype=torch.int32)
+    kernels(logits.expand(len(slots), -1).contiguous(), slots, slots % num_draws)
+    for tokens in kernels.buffer("token_ids").view(-1, num_draws):
         yield tokens.bincount(minlength=len(logits)).double()
 
 
 def check_distribution(loader: KernelLoader, num_draws: int) -> None:
     logits = torch.tensor([0.3, 1.1, -9.0, 0.0])
     specs = sampling_specs(4, penalties=False, mask=False, bias=False, chunk=4)
-    kernels = SamplingKernel(specs, loader.load, max_rows=2 * num_draws, max_slots=2, device=torch.device("cpu"))
-    kernels.write(0, SlotSampling(temperature=0.8, min_p=0.1, seed=3))
-    kernels.write(1, SlotSampling(temperature=1.5, top_k=3, top_p=0.7, seed=4))
+    num_slots = 2 * num_draws  # a slot has one row in a step: rows of one would write its token at the same time
+    kernels = SamplingKernel(specs, loader.load, max_rows=num_slots, max_slots=num_slots, device=torch.device("cpu"))
+    for slot in range(num_draws):
+        kernels.write(slot, SlotSampling(temperature=0.8, min_p=0.1, seed=3))
+        kernels.write(num_draws + slot, SlotSampling(temperature=1.5, top_k=3, top_p=0.7, seed=4))
     for found, kept, temperature in zip(
         frequencies(kernels, logits, num_draws), ([0, 1, 3], [0, 1]), (0.8, 1.5), strict=True
     ):
