@@ -7,6 +7,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -149,7 +150,7 @@ def _answer_record(output: GenerationOutput) -> dict[str, Any]:
     return record
 
 
-def _logprobs_record(logprobs: list[Any]) -> list[dict[int, float | None] | None]:
+def _logprobs_record(logprobs: Iterable[Any]) -> list[dict[int, float | None] | None]:
     """Returns ``logprobs`` as JSON, which has no infinity: the log-probability of an impossible token is null."""
     return [
         None if entry is None else {token: value if math.isfinite(value) else None for token, value in entry.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,6 +11,7 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.runtime.text.detokenizer import Detokenizer
 from fastgen.serving.engine.messages import End, Progress
+from fastgen.serving.engine.packed_logprobs import PackedLogprobs, pack
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,10 @@ class Update:
     index: int
     text: str
     token_ids: list[int]
-    logprobs: list[Logprobs] | None
+    logprobs: Sequence[Logprobs] | None
     end: End | None
     # Comes with the first update of completion 0, if it was requested.
-    prompt_logprobs: list[Logprobs | None] | None = None
+    prompt_logprobs: Sequence[Logprobs | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Answer:
     detokenizer: Detokenizer | None = None
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
+    logprobs: PackedLogprobs[Logprobs] = field(default_factory=PackedLogprobs)
     end: End | None = None
 
 
@@ -74,7 +75,7 @@ class Answers:
             )
         self._answers = [Answer() for _ in range(sampling.n)]
         self._num_open = sampling.n
-        self._prompt_logprobs: list[Logprobs | None] | None = None
+        self._prompt_logprobs: PackedLogprobs[Logprobs | None] | None = None
 
     @property
     def finished(self) -> bool:
@@ -84,10 +85,14 @@ class Answers:
         """Takes the engine's progress on one completion."""
         answer = self._answers[progress.index]
         answer.token_ids += progress.token_ids
+        logprobs: PackedLogprobs[Logprobs] | None = None
+        prompt_logprobs: PackedLogprobs[Logprobs | None] | None = None
         if progress.prompt_logprobs is not None:
-            self._prompt_logprobs = progress.prompt_logprobs
+            prompt_logprobs = PackedLogprobs(progress.prompt_logprobs, len(self._prompt_ids))
+            self._prompt_logprobs = prompt_logprobs
         if progress.logprobs is not None:
-            answer.logprobs += progress.logprobs
+            logprobs = PackedLogprobs(progress.logprobs, len(progress.token_ids))
+            answer.logprobs.add(progress.logprobs, len(progress.token_ids))
         text = ""
         if answer.detokenizer is None and self._new_detokenizer is not None:
             answer.detokenizer = self._new_detokenizer()
@@ -99,17 +104,28 @@ class Answers:
         if progress.end is not None:
             answer.end = progress.end
             self._num_open -= 1
-        return Update(
-            progress.index, text, progress.token_ids, progress.logprobs, progress.end, progress.prompt_logprobs
-        )
+        return Update(progress.index, text, progress.token_ids, logprobs, progress.end, prompt_logprobs)
+
+    def num_values(self, update: Update) -> int:
+        """Returns how many tokens ``update`` has, with the log-probabilities that each may have."""
+        number = len(update.token_ids)
+        for logprobs, alternatives in (
+            (update.logprobs, self._sampling.logprobs),
+            (update.prompt_logprobs, self._sampling.prompt_logprobs),
+        ):
+            if logprobs is not None and alternatives is not None:
+                number += len(logprobs) * (1 + alternatives)
+        return number
 
     def parts(self, progress: Progress) -> list[Progress]:
         """Returns ``progress`` in parts, for each of which there is an update: by default it is one."""
         if not self._reports_each_token or len(progress.token_ids) < 2:
             return [progress]
         parts = [Progress(progress.number, progress.index, [token_id], None, None) for token_id in progress.token_ids]
-        for part, logprobs in zip(parts, progress.logprobs or (), strict=False):
-            part.logprobs = [logprobs]
+        if progress.logprobs is not None:
+            unpacked: PackedLogprobs[Logprobs] = PackedLogprobs(progress.logprobs)
+            for part, each in zip(parts, unpacked, strict=True):
+                part.logprobs = pack([each])
         parts[0].prompt_logprobs, parts[-1].end = progress.prompt_logprobs, progress.end
         return parts
 

@@ -26,6 +26,7 @@ from fastgen.serving.admission.request_limits import (
     check_num_logprobs,
     num_logprobs,
 )
+from fastgen.serving.admission.turns import Turns
 from fastgen.serving.answers import USUAL_TEXT, Answers, TextRules, Update
 from fastgen.serving.engine.client import EngineClient
 from fastgen.serving.engine.engine import ServedEngine
@@ -46,6 +47,8 @@ State = Literal["starting", "ready", "restarting", "draining", "stopped", "faile
 
 ENGINE_TIMEOUT_S = 60.0
 _COUNT_S = 2.0
+# The most of the event loop's time that the encoding of large answers takes.
+_SHARE_OF_LARGE_ANSWERS = 0.25
 
 
 class Service:
@@ -78,6 +81,8 @@ class Service:
         self._encoder: TextEncoder | None = None
         self._formats: TrialQueue | None = None
         self._is_draining = False
+        # In which large answers are encoded.
+        self.turns = Turns(1, share=_SHARE_OF_LARGE_ANSWERS)
         self.recent = RecentRequests()
 
     @property
@@ -304,10 +309,8 @@ class Running:
         return self._answers.output(self._request.number)
 
     def _add(self, progress: Progress) -> Update:
-        self.size += len(progress.token_ids)
-        for logprobs in (progress.logprobs, progress.prompt_logprobs):
-            self.size += sum(map(len, filter(None, logprobs or ())))
         update = self._answers.add(progress)
+        self.size += self._answers.num_values(update)
         if self._answers.finished:
             self._service.engine.finish(self._request)
         return update

@@ -17,8 +17,10 @@ from fastgen.models.checkpoint.hub import locate
 from fastgen.runtime.requests.outputs import FinishReason, RequestMetrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
+from fastgen.serving.admission.turns import Turns
 from fastgen.serving.answers import USUAL_TEXT, Answers, TextRules
 from fastgen.serving.engine.messages import End, Progress
+from fastgen.serving.engine.packed_logprobs import pack
 from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.http.errors import add_error_handlers
 from fastgen.serving.http.openai.chat import chat_routes
@@ -70,6 +72,7 @@ class ScriptedService:
         at_once: bool = False,
     ):
         self.codec, self._answer, self._at_once = codec, answer, at_once
+        self.turns = Turns(1)
         self.facts = SimpleNamespace(max_model_len=max_model_len, vocab_size=len(codec.tokenizer))
         self.asked: list[tuple[list[int], SamplingParams]] = []
         self._cancelled: set[EngineRequest] = set()
@@ -98,15 +101,15 @@ class ScriptedService:
         request = kind(len(self.asked), len(prompt_ids), sampling, 0.0)
         token_ids, reason = self._answer(prompt_ids, sampling)
         for number, token_id in enumerate(token_ids, start=1):
-            logprobs = None if sampling.logprobs is None else [{token_id: -0.5}]
+            logprobs = None if sampling.logprobs is None else pack([{token_id: -0.5}])
             is_last = number == len(token_ids)
             end = End(reason, None, None, RequestMetrics(queue_s=0.0, ttft_s=0.1), 0.1) if is_last else None
             request.add(Progress(request.number, 0, [token_id], logprobs, end))
         if token_ids and sampling.prompt_logprobs is not None:
-            request._news[0].prompt_logprobs = [None, *({token_id: -0.5} for token_id in prompt_ids[1:])]
+            request._news[0].prompt_logprobs = pack([None, *({token_id: -0.5} for token_id in prompt_ids[1:])])
         if self._at_once and token_ids:
             first, last = request._news[0], request._news[-1]
-            logprobs = [each for one in request._news for each in one.logprobs or ()] or None
+            logprobs = [piece for one in request._news for piece in one.logprobs or ()] or None
             request._news = [Progress(first.number, 0, [*token_ids], logprobs, last.end, first.prompt_logprobs)]
         return Running(self, request, Answers(prompt_ids, sampling, self.codec, rules))  # type: ignore[arg-type]
 

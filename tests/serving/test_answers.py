@@ -9,10 +9,11 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.answers import Answers, TextRules
 from fastgen.serving.engine.messages import End, Progress
+from fastgen.serving.engine.packed_logprobs import pack
 from tests.serving.scripted import scripted_codec
 
 END = End("length", None, None, RequestMetrics(queue_s=0.0, ttft_s=0.1), 0.0)
-ALL = Progress(7, 1, [5, 6, 9], [{5: -1.0}, {6: -2.0}, {9: -3.0}], END, [None, {3: -4.0}])
+ALL = Progress(7, 1, [5, 6, 9], pack([{5: -1.0}, {6: -2.0}, {9: -3.0}]), END, pack([None, {3: -4.0}]))
 
 
 def answers(*, reports_each_token: bool) -> Answers:
@@ -22,9 +23,9 @@ def answers(*, reports_each_token: bool) -> Answers:
 
 def test_each_token_has_an_update_of_its_own_where_that_is_wanted() -> None:
     assert answers(reports_each_token=True).parts(ALL) == [
-        Progress(7, 1, [5], [{5: -1.0}], None, [None, {3: -4.0}]),
-        Progress(7, 1, [6], [{6: -2.0}], None),
-        Progress(7, 1, [9], [{9: -3.0}], END),
+        Progress(7, 1, [5], pack([{5: -1.0}]), None, pack([None, {3: -4.0}])),
+        Progress(7, 1, [6], pack([{6: -2.0}]), None),
+        Progress(7, 1, [9], pack([{9: -3.0}]), END),
     ]
     assert answers(reports_each_token=True).parts(Progress(7, 0, [5, 6], None, None)) == [
         Progress(7, 0, [5], None, None),
@@ -46,21 +47,21 @@ def test_an_output_is_all_that_its_updates_had() -> None:
     codec = TextCodec(None, eos_token_ids=frozenset(), default_sampling=SamplingParams())
     found = Answers([2, 3], SamplingParams(n=2, logprobs=0), codec)
     failed = End("error", "bad luck", -0.5, RequestMetrics(queue_s=0.0, ttft_s=0.2), None)
-    found.add(Progress(7, 1, [5], [{5: -1.0}], None))
-    found.add(Progress(7, 1, [6, 9], [{6: -2.0}, {9: -3.0}], END))
+    found.add(Progress(7, 1, [5], pack([{5: -1.0}]), None))
+    found.add(Progress(7, 1, [6, 9], pack([{6: -2.0}, {9: -3.0}]), END))
     assert not found.finished
-    update = found.add(Progress(7, 0, [8], [{8: -4.0}], failed, [None, {3: -5.0}]))
+    update = found.add(Progress(7, 0, [8], pack([{8: -4.0}]), failed, pack([None, {3: -5.0}])))
     assert found.finished
-    assert (update.index, update.text, update.token_ids, update.logprobs) == (0, "", [8], [{8: -4.0}])
-    assert (update.end, update.prompt_logprobs) == (failed, [None, {3: -5.0}])
+    assert (update.index, update.text, update.token_ids, list(update.logprobs or ())) == (0, "", [8], [{8: -4.0}])
+    assert (update.end, list(update.prompt_logprobs or ())) == (failed, [None, {3: -5.0}])
     first, second = found.output(11).completions
     for output in (first, second):
         assert (output.request_id, output.prompt_token_ids) == (11, [2, 3])
-        assert output.prompt_logprobs == [None, {3: -5.0}]
-    assert (first.index, first.token_ids, first.logprobs) == (0, [8], [{8: -4.0}])
+        assert list(output.prompt_logprobs or ()) == [None, {3: -5.0}]
+    assert (first.index, first.token_ids, list(first.logprobs or ())) == (0, [8], [{8: -4.0}])
     assert (first.finish_reason, first.error, first.score) == ("error", "bad luck", -0.5)
     assert (second.index, second.token_ids, second.finish_reason) == (1, [5, 6, 9], "length")
-    assert second.logprobs == [{5: -1.0}, {6: -2.0}, {9: -3.0}]
+    assert list(second.logprobs or ()) == [{5: -1.0}, {6: -2.0}, {9: -3.0}]
     assert (second.error, second.score, second.metrics.ttft_s) == (None, None, 0.1)
 
 

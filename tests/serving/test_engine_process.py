@@ -12,14 +12,20 @@ import sys
 import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 
 from fastgen.models.checkpoint import hub
+from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.requests.outputs import GenerationOutput
+from fastgen.runtime.requests.request import Request
+from fastgen.runtime.requests.sampled import SampledToken
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.serving.engine.packed_logprobs import PackedLogprobs
+from fastgen.serving.engine.process import _Open
 from fastgen.serving.refusals import BadRequestError, EngineDiedError, UnavailableError
 from fastgen.serving.service import Running, Service
 from tests.fast import cases
@@ -249,3 +255,27 @@ process.main()
     )
     assert done.returncode == 1
     assert "the engine ends: rank 1 of 2 has ended" in done.stderr
+
+
+def test_reported_log_probabilities_are_kept_no_longer() -> None:
+    """A million of them take 50 ms to free, all at once, when the request is dropped."""
+    request = Request(1, [5], SamplingParams(n=2, logprobs=1, max_new_tokens=9), 0.0)
+    generation = Generation(request)
+    connection: Any = SimpleNamespace(progress=[])
+    opened = _Open(connection, 7, generation, request.sampling, is_stream=True)
+    first, second = generation.completions
+    found: list[list[list[dict[int, float]]]] = [[], []]
+    for number in range(5):
+        for completion in (first, second)[: 1 + number % 2]:
+            logprobs = {number: -1.0, 9: -2.0}
+            completion.append(SampledToken(number, logprobs), frozenset(), 0.0)
+        opened.report(0.0)
+        assert first.logprobs == second.logprobs == []
+        for progress in connection.progress:
+            packed: PackedLogprobs[dict[int, float]] = PackedLogprobs(progress.logprobs, len(progress.token_ids))
+            found[progress.index].append([*packed])
+            assert [next(iter(each)) for each in packed] == progress.token_ids
+        connection.progress.clear()
+    of_first, of_second = ([each for piece in pieces for each in piece] for pieces in found)
+    assert of_first == [{number: -1.0, 9: -2.0} for number in range(5)]
+    assert of_second == [{number: -1.0, 9: -2.0} for number in (1, 3)]

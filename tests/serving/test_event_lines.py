@@ -6,7 +6,7 @@ import json
 
 import httpx2
 
-from fastgen.serving.http.openai.run import event_of, json_line
+from fastgen.serving.http.json_answers import event_of, json_line
 
 
 def test_what_unicode_takes_for_the_end_of_a_line_ends_no_event() -> None:

@@ -15,6 +15,7 @@ from grpc_tools import protoc
 from fastgen import GenerationOutput, SamplingParams
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.outputs import FinishReason, GenerationChunk, RequestMetrics
+from fastgen.serving.admission.turns import at_once
 from fastgen.serving.grpc import messages
 from fastgen.serving.http.records import OutputRecord
 from fastgen.serving.refusals import TooLargeError
@@ -155,7 +156,7 @@ def test_an_output_arrives_as_it_was_sent(name: str) -> None:
     import msgspec
 
     output = OUTPUTS[name]
-    by_grpc = messages.unpack_output(messages.GenerateResponse.FromString(messages.encoded_output(output)))
+    by_grpc = messages.unpack_output(messages.GenerateResponse.FromString(at_once(messages.encoding_output(output))))
     by_json = msgspec.json.decode(msgspec.json.encode(OutputRecord.of(output)), type=OutputRecord).output()
     for arrived in (by_grpc, by_json):
         assert arrived == output
@@ -165,7 +166,9 @@ def test_an_output_arrives_as_it_was_sent(name: str) -> None:
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_the_last_chunk_has_the_whole_output_beside_its_own(name: str) -> None:
     chunk = messages.GenerateChunk(index=1, text="é", token_ids=[7], finish_reason=2)
-    last = messages.GenerateChunk.FromString(messages.encoded_last_chunk(chunk.SerializeToString(), OUTPUTS[name]))
+    last = messages.GenerateChunk.FromString(
+        at_once(messages.encoding_last_chunk(chunk.SerializeToString(), OUTPUTS[name]))
+    )
     assert messages.unpack_output(last.response) == OUTPUTS[name]
     last.ClearField("response")
     assert last == chunk
@@ -175,13 +178,13 @@ def test_the_last_chunk_has_the_whole_output_beside_its_own(name: str) -> None:
 def test_an_output_of_many_positions_arrives_as_it_was_sent(number: int) -> None:
     logprobs = [{position: -0.5, 100_000 + position: -1.5} for position in range(number)]
     output = some_output(logprobs=logprobs, prompt_logprobs=[None, *logprobs])
-    encoded = messages.encoded_output(output)
+    encoded = at_once(messages.encoding_output(output))
     assert messages.unpack_output(messages.GenerateResponse.FromString(encoded)) == output
 
 
 def test_an_output_of_many_positions_is_encoded_in_small_pieces() -> None:
     logprobs = [dict.fromkeys(range(129), -0.5)] * 5000
-    pieces = messages.output_pieces(some_output(logprobs=logprobs, prompt_logprobs=logprobs))
+    pieces = at_once(messages._output_pieces(some_output(logprobs=logprobs, prompt_logprobs=logprobs)))
     assert sum(map(len, pieces)) > 10_000_000
     assert max(map(len, pieces)) < 100_000
 

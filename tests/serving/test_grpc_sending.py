@@ -1,9 +1,8 @@
-"""Answers by gRPC: large ones are encoded beside the loop, and clients that do not take theirs are ended."""
+"""Answers by gRPC: large ones are encoded in turns, and clients that do not take theirs are ended."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from fastgen.runtime.requests.outputs import GenerationOutput
+from fastgen.serving.admission.turns import Turns
 from fastgen.serving.clients.grpc import GrpcTransport
 from fastgen.serving.clients.requests import ClientRequest
 from fastgen.serving.grpc import messages, sending
@@ -34,16 +34,16 @@ def scripted() -> Any:
 
 
 @pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
-    """The threads on which answers were encoded, in order."""
-    found: list[threading.Thread] = []
-    output_pieces = messages.output_pieces
+def in_turns(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The answers that were encoded in turns, as bytes."""
+    found: list[bytes] = []
+    run = Turns.run
 
-    def recorded(output: GenerationOutput) -> list[bytes]:
-        found.append(threading.current_thread())
-        return output_pieces(output)
+    async def recorded(turns: Turns, work: Any) -> Any:
+        found.append(await run(turns, work))
+        return found[-1]
 
-    monkeypatch.setattr(messages, "output_pieces", recorded)
+    monkeypatch.setattr(Turns, "run", recorded)
     return found
 
 
@@ -60,20 +60,14 @@ async def both_answers(service: Any) -> list[GenerationOutput]:
             await transport.close()
 
 
-def test_small_answers_are_encoded_at_once(threads: list[threading.Thread]) -> None:
-    for output in asyncio.run(both_answers(scripted())):
-        assert output.token_ids == TOKEN_IDS
-    assert threads == [threading.main_thread()] * 2
-
-
-def test_large_answers_are_encoded_on_another_thread(
-    threads: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_large", [False, True])
+def test_large_answers_are_encoded_in_turns(
+    in_turns: list[bytes], monkeypatch: pytest.MonkeyPatch, *, is_large: bool
 ) -> None:
-    monkeypatch.setattr(Running, "is_large", True)
+    monkeypatch.setattr(Running, "is_large", is_large)
     for output in asyncio.run(both_answers(scripted())):
         assert output.token_ids == TOKEN_IDS
-    assert len(threads) == 2
-    assert threading.main_thread() not in threads
+    assert len(in_turns) == (2 if is_large else 0)
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])

@@ -17,6 +17,7 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.admission.request_limits import MANY_VALUES
 from fastgen.serving.answers import Answers
 from fastgen.serving.engine.messages import End, Progress
+from fastgen.serving.engine.packed_logprobs import pack
 from fastgen.serving.engine.request import EngineRequest
 from fastgen.serving.http import sagemaker
 from fastgen.serving.http.openai import chat, completions
@@ -113,13 +114,13 @@ def test_the_size_of_an_answer_counts_tokens_and_log_probabilities_of_answer_and
     service: Any = a_service()
     sampling = SamplingParams(max_new_tokens=3, logprobs=1, prompt_logprobs=1)
     request = EngineRequest(1, 3, sampling, 0.0)
-    of_prompt = [None, {1: -0.5, 2: -1.0}, {3: -0.5}]
+    of_prompt = pack([None, {1: -0.5, 2: -1.0}, {3: -0.5}])
     end = End("length", None, None, RequestMetrics(queue_s=0.0, ttft_s=0.1), 0.1)
-    request.add(Progress(1, 0, [5], [{5: -0.5}], None, of_prompt))
-    request.add(Progress(1, 0, [6, 7], [{6: -0.5}, {7: -0.5, 8: -1.0}], end))
+    request.add(Progress(1, 0, [5], pack([{5: -0.5}]), None, of_prompt))
+    request.add(Progress(1, 0, [6, 7], pack([{6: -0.5}, {7: -0.5, 8: -1.0}]), end))
     running = Running(service, request, Answers([1, 2, 3], sampling, service.codec))
     asyncio.run(running.output())
-    assert running.size == 3 + 4 + 3
+    assert running.size == 3 + 2 * 3 + 2 * 3
 
 
 def test_others_have_their_turn_between_the_answers_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,11 @@ import pytest
 
 from fastgen.runtime.requests.outputs import FinishReason
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.serving.http.generate import generate_routes
+from fastgen.serving.http.openai.run import Batch
 from fastgen.serving.http.streaming import Gone
 from fastgen.serving.refusals import BadRequestError, EngineDiedError, OverloadedError, RefusedError
+from fastgen.serving.service import Running
 from tests.serving.scripted import MODEL, ScriptedService, application, ask, scripted_codec
 
 HELLO: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
@@ -222,6 +225,45 @@ def test_a_client_that_went_before_its_request_was_queued_is_cancelled(
     scope = scope_of(path) | {"state": {"gone": gone}}
     asyncio.run(asyncio.wait_for(application(service)(scope, receive, send), 30))
     assert (len(service.asked), service.num_cancelled) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", ONCE),
+        ("/v1/chat/completions", HELLO),
+        ("/v1/responses", {"model": MODEL, "input": "Hello"}),
+        ("/invocations", {"inputs": "Once"}),
+        ("/generate", {"prompt": "Once"}),
+    ],
+)
+def test_no_answer_is_encoded_for_a_client_that_has_gone(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, gone, ended = ending("stop"), Gone(), list[str]()
+    for kind in (Batch, Running):
+        monkeypatch.setattr(kind, "is_large", True)
+
+    async def endless(work: Any) -> Any:
+        gone.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(path)
+
+    service.turns.run = endless  # type: ignore[method-assign]
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+
+    async def send(message: Any) -> None:
+        pass
+
+    app = application(service)
+    app.include_router(generate_routes(service))  # type: ignore[arg-type]
+    scope = scope_of(path) | {"path": path, "state": {"gone": gone}}
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 30))
+    assert ended == [path]
 
 
 def scope_of(path: str) -> dict[str, Any]:

@@ -35,9 +35,10 @@ def test_the_likeliest_tokens_come_first_and_the_chosen_one_is_always_there() ->
     for num_top, chosen, wanted in ((0, 2, [2]), (1, 0, [0]), (1, 2, [0, 2]), (2, 2, [0, 1, 2]), (2, 0, [0, 1])):
         chosen_id = likeliest_first[chosen]
         found = CompletionLogprobsWriter(codec, num_top, {}).write([chosen_id], [logprobs])
-        assert found["token_logprobs"] == [-1.0 - chosen]
-        assert found["top_logprobs"] == [{names[rank]: -1.0 - rank for rank in wanted}]
-        assert [*(found["top_logprobs"][0] or {})] == [names[rank] for rank in wanted], "in this order"
+        assert [*found["token_logprobs"]] == [-1.0 - chosen]
+        (top,) = found["top_logprobs"]
+        assert top == {names[rank]: -1.0 - rank for rank in wanted}
+        assert [*top] == [names[rank] for rank in wanted], "in this order"
         (of_chat,) = chat_logprobs(codec, [chosen_id], [logprobs], num_top)["content"]
         assert (of_chat["token"], of_chat["logprob"]) == (names[chosen], -1.0 - chosen)
         assert bytes(of_chat["bytes"]).decode() == names[chosen]
@@ -52,4 +53,4 @@ def test_offsets_begin_after_the_prompt_and_end_with_the_text() -> None:
     first, rest = writer.write(ids[:2], [None] * 2), writer.write(ids[2:], [None] * (len(ids) - 2), 100 + starts[-2])
     assert first["text_offset"] == [100 + start for start in starts[:2]]
     assert rest["text_offset"] == [*(100 + start for start in starts[2:-1]), 100 + starts[-2]]
-    assert (first["token_logprobs"], first["top_logprobs"]) == ([None] * 2, [None] * 2)
+    assert [*first["token_logprobs"]] == [*first["top_logprobs"]] == [None] * 2

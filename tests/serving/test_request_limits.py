@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 import re
-import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import httpx2
-import msgspec
 import pytest
 from pydantic import ValidationError
 from starlette.requests import Request
-from starlette.responses import Response
 
 import fastgen
 from fastgen import SamplingParams
@@ -36,7 +31,7 @@ from fastgen.serving.admission.request_limits import (
 from fastgen.serving.clients.connect import Protocols
 from fastgen.serving.clients.deployments import Deployment
 from fastgen.serving.http.generate import CheckBody
-from fastgen.serving.http.openai.run import Batch, in_pieces, json_response, session_of
+from fastgen.serving.http.openai.run import Batch, session_of
 from fastgen.serving.http.streaming import Gone
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Service
@@ -231,19 +226,6 @@ def test_an_answer_with_many_log_probabilities_is_the_same_in_pieces(deployment:
                 for one, other in zip(found.completions, expected.completions, strict=True):
                     assert one.token_ids == other.token_ids
                     assert one.logprobs == other.logprobs
-
-
-def test_pieces_make_the_same_json() -> None:
-    body = {"a": [{"b": [None, 1.5, "é\u2028", -math.inf]}] * 200, "c": [[1, 2], {3: 4.0}], "d": {"e": ()}}
-    assert msgspec.json.encode(in_pieces(body)) == msgspec.json.encode(body)
-
-
-def test_a_large_answer_is_made_on_another_thread() -> None:
-    def response(*, is_large: bool) -> Response:
-        return asyncio.run(json_response(lambda: [threading.current_thread().name] * 100, is_large=is_large))
-
-    (large,), (small,) = (set(json.loads(response(is_large=each).body)) for each in (True, False))
-    assert small == threading.current_thread().name != large
 
 
 def test_every_way_to_ask_has_the_limits(deployment: Deployment) -> None:

@@ -92,6 +92,11 @@ class Completion:
             index=self.sequence.index, text=text, token_ids=token_ids, finish_reason=self.finish_reason
         )
 
+    def take_logprobs(self) -> list[dict[int, float]]:
+        """Returns the log-probabilities that were added since the last call, and forgets them."""
+        taken, self.logprobs = self.logprobs, []
+        return taken
+
     def _decode(self) -> None:
         if self._undecoded:
             assert self.detokenizer is not None

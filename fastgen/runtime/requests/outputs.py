@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -43,9 +44,9 @@ class GenerationOutput:
     prompt_token_ids: list[int]
     metrics: RequestMetrics
     # One per generated token, or ``None`` when not asked for.
-    logprobs: list[Logprobs] | None = None
+    logprobs: Sequence[Logprobs] | None = None
     # One per prompt token, ``None`` for the first, which nothing precedes; ``None`` when not asked for.
-    prompt_logprobs: list[Logprobs | None] | None = None
+    prompt_logprobs: Sequence[Logprobs | None] | None = None
     # What went wrong, when ``finish_reason`` is ``"error"``.
     error: str | None = None
     # With beam search, what this completion was ranked by: the sum of its tokens' log-probabilities, as penalties and

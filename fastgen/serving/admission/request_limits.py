@@ -44,7 +44,7 @@ LOGPROB_BYTES, LOGPROBS_TOKEN_BYTES = 280, 1000
 MAX_ECHOED_CHARACTERS = 1 << 24
 # With more of them, a request's log-probabilities are sent and collected in pieces.
 MANY_LOGPROBS = 1 << 14
-# Answers of a call with more tokens and log-probabilities together are encoded in pieces, on another thread.
+# Answers of a call with more tokens and log-probabilities together are encoded in turns, in pieces.
 MANY_VALUES = 1 << 14
 # The same for echoed prompts with more characters.
 MANY_CHARACTERS = 1 << 20

@@ -5,9 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Generator
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 # The next callers wait only after pieces that took longer together.
 _SHORT_S = 0.002
+
+
+def at_once(work: Generator[None, None, Result]) -> Result:
+    """Runs ``work`` and returns its result."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
 
 
 class Turns:
@@ -44,6 +58,19 @@ class Turns:
             self._is_going = True
             loop.call_soon(self._go_on_when_free)
         await place
+
+    async def run(self, work: Generator[None, None, Result]) -> Result:
+        """Runs ``work`` and returns its result. Each turn lasts until it first yields after some milliseconds."""
+        while True:
+            await self.wait()
+            end_s = time.thread_time() + _SHORT_S
+            try:
+                next(work)
+                while time.thread_time() <= end_s:
+                    next(work)
+            except StopIteration as end:
+                result: Result = end.value
+                return result
 
     def _turn_ended(self) -> None:
         self._num_at_once_now = 0

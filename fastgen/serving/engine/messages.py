@@ -139,10 +139,11 @@ class Progress(msgspec.Struct, array_like=True):
     number: int
     index: int
     token_ids: list[int]
-    logprobs: list[dict[int, float]] | None
+    # As :func:`~fastgen.serving.engine.packed_logprobs.pack` returns them.
+    logprobs: list[msgspec.Raw] | None
     end: End | None
-    # Comes with the first progress of completion 0.
-    prompt_logprobs: list[dict[int, float] | None] | None = None
+    # Comes with the first progress of completion 0, packed too.
+    prompt_logprobs: list[msgspec.Raw] | None = None
 
 
 class Refused(msgspec.Struct, array_like=True):

@@ -55,6 +55,7 @@ from fastgen.serving.engine.messages import (
     ToEngine,
     encoder,
 )
+from fastgen.serving.engine.packed_logprobs import pack
 from fastgen.serving.engine.recordings import Recordings
 from fastgen.serving.garbage import rarely_collected
 from fastgen.serving.monitoring.live import live_view
@@ -123,9 +124,11 @@ class _Open:
             start, has_ended = self.num_reported[index], completion.finish_reason is not None
             if start is None or not (has_ended or (self.is_stream and start < len(completion.token_ids))):
                 continue
-            logprobs = None if self.generation.request.sampling.logprobs is None else completion.logprobs[start:]
+            logprobs = None if self.sampling.logprobs is None else pack(completion.take_logprobs())
             end = self._end(completion, now_s) if has_ended else None
-            prompt_logprobs = self.generation.prompt_logprobs if index == start == 0 else None
+            prompt_logprobs = None
+            if index == start == 0 and self.generation.prompt_logprobs is not None:
+                prompt_logprobs = pack(self.generation.prompt_logprobs)
             progress = Progress(self.number, index, completion.token_ids[start:], logprobs, end, prompt_logprobs)
             self.connection.progress.append(progress)
             self.num_reported[index] = None if has_ended else len(completion.token_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from fastgen.serving.admission.request_limits import (
     MAX_TOKEN_IDS,
     SESSION_HEADER,
 )
+from fastgen.serving.admission.turns import at_once
 from fastgen.serving.answers import Update
 from fastgen.serving.api_keys import ApiKeys, bearer
 from fastgen.serving.ending import Ending
@@ -139,7 +140,7 @@ class GenerationServicer:
 
     async def _answer(self, request: Any, encode: _Encode, context: ServicerContext) -> AsyncGenerator[bytes, None]:
         async with await self._submit(request, encode, context, is_stream=False) as running:
-            yield await _whole(running, messages.encoded_output)
+            yield await self._whole(running, messages.encoding_output)
 
     async def _stream(self, request: Any, encode: _Encode, context: ServicerContext) -> AsyncGenerator[bytes, None]:
         async with await self._submit(request, encode, context, is_stream=True) as running:
@@ -153,7 +154,14 @@ class GenerationServicer:
                     yield pending
                     pending = None
             assert pending is not None
-            yield await _whole(running, partial(messages.encoded_last_chunk, pending))
+            yield await self._whole(running, partial(messages.encoding_last_chunk, pending))
+
+    async def _whole(
+        self, running: Running, encoding: Callable[[GenerationOutput], Generator[None, None, bytes]]
+    ) -> bytes:
+        """Waits for the whole answer, and returns it encoded."""
+        work = encoding(await running.output())
+        return await self._service.turns.run(work) if running.is_large else at_once(work)
 
     async def _submit(self, request: Any, encode: _Encode, context: ServicerContext, *, is_stream: bool) -> Running:
         arrived_s = time.monotonic()
@@ -314,14 +322,6 @@ def _chunk(update: Update) -> bytes:
         finish_reason=messages.pack_finish_reason(update.end.reason) if update.end else None,
     ).SerializeToString()
     return chunk
-
-
-async def _whole(running: Running, encode: Callable[[GenerationOutput], bytes]) -> bytes:
-    """Waits for the whole answer, and returns it encoded. A large one is encoded on another thread, so that other
-    requests do not wait.
-    """
-    output = await running.output()
-    return await asyncio.to_thread(encode, output) if running.is_large else encode(output)
 
 
 def _bearer(context: ServicerContext) -> str | None:

@@ -23,21 +23,15 @@ from fastgen.serving.admission.request_limits import (
     MAX_N,
     MAX_TOKEN_IDS,
 )
+from fastgen.serving.admission.turns import Turns
 from fastgen.serving.answers import Update
 from fastgen.serving.api_keys import bearer
 from fastgen.serving.ending import Ending
 from fastgen.serving.http.errors import ERRORS
+from fastgen.serving.http.json_answers import event_of, json_response, large_event_of
 from fastgen.serving.http.json_route import JsonRoute
 from fastgen.serving.http.openai.messages import few_parts
-from fastgen.serving.http.openai.run import (
-    arrival_of,
-    event_of,
-    event_stream,
-    in_pieces,
-    json_response,
-    request_id_of,
-    session_of,
-)
+from fastgen.serving.http.openai.run import arrival_of, event_stream, request_id_of, session_of
 from fastgen.serving.http.openai.validation import FewErrors, at_most
 from fastgen.serving.http.records import ChunkRecord, OutputRecord
 from fastgen.serving.http.streaming import unless_gone
@@ -155,11 +149,10 @@ def generate_routes(service: Service) -> APIRouter:
                 session=session_of(request),
             )
         if body.stream:
-            return await event_stream(request, running, _events(running))
-        async with running:
-            async with unless_gone(request):
-                output = await running.output()
-            return await json_response(lambda: OutputRecord.of(output), is_large=running.is_large)
+            return await event_stream(request, running, _events(running, service.turns))
+        async with running, unless_gone(request):
+            output = await running.output()
+            return await json_response(lambda: OutputRecord.of(output), service.turns, is_large=running.is_large)
 
     @router.post("/check")
     async def check(body: CheckBody, request: Request) -> CheckedBody:
@@ -230,14 +223,14 @@ async def _read(service: Service, body: GenerateBody) -> tuple[list[int], Sampli
     raise InvalidArgumentError("give prompt or messages, and one of them only")
 
 
-async def _events(running: Running) -> AsyncGenerator[bytes, None]:
+async def _events(running: Running, turns: Turns) -> AsyncGenerator[bytes, None]:
     async with running:
         async for updates in running:
             *earlier, last = updates
             output = OutputRecord.of(await running.output()) if running.finished else None
             record = _record(last, output)
             if output is not None and running.is_large:
-                event = await asyncio.to_thread(lambda body: event_of(in_pieces(body)), record)
+                event = await large_event_of(record, turns)
             else:
                 event = event_of(record)
             yield b"".join([*(event_of(_record(update)) for update in earlier), event])

@@ -19,16 +19,11 @@ from fastgen.runtime.requests.outputs import GenerationOutput, Logprobs
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.http.errors import ERRORS, invalid_request, not_json
 from fastgen.serving.http.generate import naming_the_field
+from fastgen.serving.http.json_answers import json_line, json_response, lazy_list
 from fastgen.serving.http.json_route import PARSED, JsonRoute
 from fastgen.serving.http.openai.answers import finish_of
 from fastgen.serving.http.openai.requests import MAX_PROMPTS
-from fastgen.serving.http.openai.run import (
-    Batch,
-    encode_prompts,
-    event_stream,
-    json_line,
-    json_response,
-)
+from fastgen.serving.http.openai.run import Batch, encode_prompts, event_stream
 from fastgen.serving.http.openai.validation import FewErrors, refused
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.refusals import BadRequestError
@@ -198,15 +193,14 @@ async def _answer(service: Service, request: Request, invocation: Invocation) ->
         response = await event_stream(request, batch, events, done=b"", failed=line)
         response.headers["content-type"] = "application/jsonlines"
         return response
-    async with batch:
-        async with unless_gone(request):
-            outputs = await batch.outputs()
+    async with batch, unless_gone(request):
+        outputs = await batch.outputs()
 
         def answer() -> Any:
             answers = [lmi.answer(text, output) for text, output in zip(texts, outputs, strict=True)]
             return answers[0] if isinstance(invocation.inputs, str) else answers
 
-        return await json_response(answer, is_large=batch.is_large)
+        return await json_response(answer, service.turns, is_large=batch.is_large)
 
 
 class _LmiFormat:
@@ -249,14 +243,16 @@ class _LmiFormat:
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[Logprobs | None] | None) -> list[dict[str, Any]]:
         each = logprobs if logprobs is not None else [None] * len(token_ids)
-        return [
-            {
-                "id": token_id,
-                "text": self._codec.token_bytes(token_id).decode("utf-8", "replace"),
-                "log_prob": None if entry is None else entry[token_id],
-            }
-            for token_id, entry in zip(token_ids, each, strict=True)
-        ]
+        return lazy_list(
+            lambda: (
+                {
+                    "id": token_id,
+                    "text": self._codec.token_bytes(token_id).decode("utf-8", "replace"),
+                    "log_prob": None if entry is None else entry[token_id],
+                }
+                for token_id, entry in zip(token_ids, each, strict=True)
+            )
+        )
 
     def _finish(self, reason: str, token_ids: list[int]) -> str:
         if reason != "stop":

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from fastgen.runtime.requests.outputs import FinishReason, GenerationOutput
+from fastgen.runtime.requests.outputs import FinishReason, GenerationOutput, Logprobs
 from fastgen.serving.answers import Update
 from fastgen.serving.http.errors import ERRORS
+from fastgen.serving.http.json_answers import event_of, json_response
 from fastgen.serving.http.openai.answers import (
     AssistantAnswer,
     ChatChoice,
@@ -28,16 +29,7 @@ from fastgen.serving.http.openai.formats import naming_format
 from fastgen.serving.http.openai.json_texts import ConversationRoute
 from fastgen.serving.http.openai.logprobs import chat_logprobs
 from fastgen.serving.http.openai.requests import ChatRequest
-from fastgen.serving.http.openai.run import (
-    Batch,
-    StreamUsage,
-    check_model,
-    event_of,
-    event_stream,
-    json_response,
-    now,
-    request_id_of,
-)
+from fastgen.serving.http.openai.run import Batch, StreamUsage, check_model, event_stream, now, request_id_of
 from fastgen.serving.http.openai.tools import CallWriter, ChatTools
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.service import Service
@@ -63,11 +55,12 @@ def chat_routes(service: Service, tool_format: ToolFormat | None) -> APIRouter:
             batch = await chat.submit(service, request, is_stream=bool(body.stream))
             if body.stream:
                 return await event_stream(request, batch, _events(batch, writer, body))
-            async with batch:
-                async with unless_gone(request):
-                    (output,) = await batch.outputs()
+            async with batch, unless_gone(request):
+                (output,) = await batch.outputs()
                 return await json_response(
-                    lambda: writer.whole(chat.until_first_call(output, service.codec)), is_large=batch.is_large
+                    lambda: writer.whole(chat.until_first_call(output, service.codec)),
+                    service.turns,
+                    is_large=batch.is_large,
                 )
 
     return router
@@ -172,7 +165,7 @@ class _Writer:
             self._calls[index] = CallWriter(self._tools.parser(), is_parallel=self._tools.is_parallel)
         return self._calls[index]
 
-    def _logprobs(self, token_ids: list[int], logprobs: list[dict[int, float]] | None) -> ChatLogprobs | None:
+    def _logprobs(self, token_ids: list[int], logprobs: Sequence[Logprobs] | None) -> ChatLogprobs | None:
         if logprobs is None:  # they were not asked for
             return None
         return chat_logprobs(self._codec, token_ids, logprobs, self._num_top)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from itertools import chain
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,8 +15,10 @@ from fastgen.runtime.requests.outputs import GenerationOutput, Logprobs
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.admission.request_limits import MANY_CHARACTERS, MAX_ECHOED_CHARACTERS, MAX_REQUEST_LOGPROBS
+from fastgen.serving.admission.turns import Turns
 from fastgen.serving.answers import TextRules, Update
 from fastgen.serving.http.errors import ERRORS
+from fastgen.serving.http.json_answers import event_of, json_response, large_event_of, lazy_list
 from fastgen.serving.http.json_route import JsonRoute
 from fastgen.serving.http.openai.answers import (
     Completion,
@@ -33,10 +36,7 @@ from fastgen.serving.http.openai.run import (
     StreamUsage,
     check_model,
     encode_prompts,
-    event_of,
     event_stream,
-    in_pieces,
-    json_response,
     now,
     request_id_of,
 )
@@ -81,27 +81,25 @@ def completion_routes(service: Service) -> APIRouter:
         with naming_format(format_field(body)):
             batch = await Batch.submit(service, request, prompt_ids, samplings, is_stream=is_stream, rules=rules)
             if is_stream:
-                return await event_stream(request, batch, _events(batch, writer, body))
-            async with batch:
-                async with unless_gone(request):
-                    outputs = await batch.outputs()
+                return await event_stream(request, batch, _events(batch, writer, body, service.turns))
+            async with batch, unless_gone(request):
+                outputs = await batch.outputs()
                 is_large = batch.is_large or (body.n or 1) * sum(map(len, echoes)) > MANY_CHARACTERS
-                return await json_response(lambda: writer.whole(outputs), is_large=is_large)
+                return await json_response(lambda: writer.whole(outputs), service.turns, is_large=is_large)
 
     return router
 
 
-async def _events(batch: Batch, writer: _Writer, body: CompletionRequest) -> AsyncGenerator[bytes, None]:
+async def _events(batch: Batch, writer: _Writer, body: CompletionRequest, turns: Turns) -> AsyncGenerator[bytes, None]:
     includes_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     async with batch:
         async for updates in batch.updates():
             # A prompt's log-probabilities come at once, with the first token.
             if batch.is_large and any(update.prompt_logprobs is not None for _, update in updates):
-                events = await asyncio.to_thread(lambda news: [*map(in_pieces, writer.chunks(news))], updates)
-            else:
-                events = writer.chunks(updates)
-            if events:
-                yield b"".join(map(event_of, events))
+                for chunk in await asyncio.to_thread(writer.chunks, updates):
+                    yield await large_event_of(chunk, turns)
+            elif chunks := writer.chunks(updates):
+                yield b"".join(map(event_of, chunks))
         if includes_usage:
             yield event_of(writer.last())
 
@@ -148,9 +146,8 @@ class _Writer:
                     logprobs = self._start_logprobs(index, number, output.prompt_logprobs)
                     if self._shows_answer:
                         end = len(text) + len(completion.text)
-                        _extend(
-                            logprobs, self._logprobs[index].write(completion.token_ids, completion.logprobs or [], end)
-                        )
+                        more = self._logprobs[index].write(completion.token_ids, completion.logprobs or [], end)
+                        logprobs = _joined(logprobs, more)
                 if self._shows_answer:
                     text += completion.text
                 choices.append(self._choice(number, completion.index, text, logprobs, finish))
@@ -178,7 +175,8 @@ class _Writer:
         self._lengths[index] += len(text)
         if self._shows_answer and logprobs is not None:
             end = None if update.end is None else self._lengths[index]
-            _extend(logprobs, self._logprobs[index].write(update.token_ids, update.logprobs or [], end))
+            more = self._logprobs[index].write(update.token_ids, update.logprobs or [], end)
+            logprobs = _joined(logprobs, more)
         if not (text or finish or (logprobs is not None and logprobs["tokens"])):
             return []
         options = self._body.stream_options
@@ -190,7 +188,7 @@ class _Writer:
         return self._completion([], self._usage.usage())
 
     def _start_logprobs(
-        self, index: int, number: int, prompt_logprobs: list[Logprobs | None] | None
+        self, index: int, number: int, prompt_logprobs: Sequence[Logprobs | None] | None
     ) -> CompletionLogprobs:
         """Returns the log-probabilities with which those of choice ``index`` begin: the prompt's if it is echoed, else
         none.
@@ -206,13 +204,7 @@ class _Writer:
             spelled = {token_id: spelling for spelling, token_id in written.items()}
             writer = CompletionLogprobsWriter(self._codec, num_top, spelled)
             self._prompt_logprobs[number] = writer.write(ids, prompt_logprobs, len(self._echoes[number]))
-        echoed = self._prompt_logprobs[number]
-        return {
-            "tokens": [*echoed["tokens"]],
-            "token_logprobs": [*echoed["token_logprobs"]],
-            "top_logprobs": [*echoed["top_logprobs"]],
-            "text_offset": [*echoed["text_offset"]],
-        }
+        return self._prompt_logprobs[number]
 
     def _choice(
         self, number: int, index: int, text: str, logprobs: CompletionLogprobs | None, finish: Any
@@ -236,11 +228,13 @@ def _none() -> CompletionLogprobs:
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
-def _extend(logprobs: CompletionLogprobs, more: CompletionLogprobs) -> None:
-    logprobs["tokens"] += more["tokens"]
-    logprobs["token_logprobs"] += more["token_logprobs"]
-    logprobs["top_logprobs"] += more["top_logprobs"]
-    logprobs["text_offset"] += more["text_offset"]
+def _joined(first: CompletionLogprobs, more: CompletionLogprobs) -> CompletionLogprobs:
+    return {
+        "tokens": first["tokens"] + more["tokens"],
+        "token_logprobs": lazy_list(lambda: chain(first["token_logprobs"], more["token_logprobs"])),
+        "top_logprobs": lazy_list(lambda: chain(first["top_logprobs"], more["top_logprobs"])),
+        "text_offset": first["text_offset"] + more["text_offset"],
+    }
 
 
 def _echoes(codec: TextCodec, prompts: list[str | list[int]], prompt_ids: list[list[int]]) -> list[str]:

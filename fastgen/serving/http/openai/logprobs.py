@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from fastgen.runtime.requests.outputs import Logprobs
 from fastgen.runtime.text.codec import TextCodec
+from fastgen.serving.http.json_answers import lazy_list
 from fastgen.serving.http.openai.answers import ChatLogprobs, CompletionLogprobs, TokenLogprob
 
 # OpenAI's value for an impossible token: JSON has no minus infinity.
@@ -61,14 +62,18 @@ class CompletionLogprobsWriter:
         offsets = self._offsets.next(token_ids)
         return {
             "tokens": [self._spelled(token_id) for token_id in token_ids],
-            "token_logprobs": [
-                None if each is None else _finite(each[token_id])
-                for token_id, each in zip(token_ids, logprobs, strict=True)
-            ],
-            "top_logprobs": [
-                None if each is None else self._by_spelling(each, token_id)
-                for token_id, each in zip(token_ids, logprobs, strict=True)
-            ],
+            "token_logprobs": lazy_list(
+                lambda: (
+                    None if each is None else _finite(each[token_id])
+                    for token_id, each in zip(token_ids, logprobs, strict=True)
+                )
+            ),
+            "top_logprobs": lazy_list(
+                lambda: (
+                    None if each is None else self._by_spelling(each, token_id)
+                    for token_id, each in zip(token_ids, logprobs, strict=True)
+                )
+            ),
             "text_offset": offsets if end is None else [min(offset, end) for offset in offsets],
         }
 
@@ -93,13 +98,15 @@ def chat_logprobs(
 ) -> ChatLogprobs:
     """Returns the log-probabilities of a chat answer's tokens, with the ``num_top`` most likely at each position."""
     return {
-        "content": [
-            {
-                **_token_logprob(codec, token_id, each[token_id]),
-                "top_logprobs": [_token_logprob(codec, *one) for one in _likeliest_first(each)[:num_top]],
-            }
-            for token_id, each in zip(token_ids, logprobs, strict=True)
-        ],
+        "content": lazy_list(
+            lambda: (
+                {
+                    **_token_logprob(codec, token_id, each[token_id]),
+                    "top_logprobs": [_token_logprob(codec, *one) for one in _likeliest_first(each)[:num_top]],
+                }
+                for token_id, each in zip(token_ids, logprobs, strict=True)
+            )
+        ),
         "refusal": None,
     }
 

@@ -7,11 +7,12 @@ from starlette.responses import Response
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.http.errors import ERRORS
+from fastgen.serving.http.json_answers import json_response
 from fastgen.serving.http.openai.answers import Detokenized, Model, Models, Tokenized, Version
 from fastgen.serving.http.openai.conversations import encode_chat
 from fastgen.serving.http.openai.json_texts import ConversationRoute
 from fastgen.serving.http.openai.requests import DetokenizeRequest, TokenizeRequest
-from fastgen.serving.http.openai.run import check_ids, check_model, json_response, now
+from fastgen.serving.http.openai.run import check_ids, check_model, now
 from fastgen.serving.http.openai.tools import for_template
 from fastgen.serving.http.openai.vllm import VllmChatFields
 from fastgen.serving.http.streaming import unless_gone
@@ -82,7 +83,9 @@ def model_routes(service: Service, version: str) -> APIRouter:
         check_model(service, body.model)
         check_ids(service, body.tokens, "tokens")
         try:
-            return await json_response(lambda: {"prompt": service.codec.decode(body.tokens)}, is_large=True)
+            return await json_response(
+                lambda: {"prompt": service.codec.decode(body.tokens)}, service.turns, is_large=True
+            )
         except InvalidArgumentError as error:
             raise BadRequestError(str(error), param="tokens") from error
 

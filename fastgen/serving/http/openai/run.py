@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-import msgspec
 from fastapi import Request
 from starlette.responses import Response
 
@@ -26,6 +25,7 @@ from fastgen.serving.admission.request_limits import (
 )
 from fastgen.serving.answers import USUAL_TEXT, TextRules, Update
 from fastgen.serving.http.errors import failure_body
+from fastgen.serving.http.json_answers import event_of
 from fastgen.serving.http.openai.answers import Usage
 from fastgen.serving.http.openai.sampling import named_refusal
 from fastgen.serving.http.streaming import EventStream, unless_gone
@@ -38,10 +38,7 @@ from fastgen.serving.service import Running, Service
 _LONG_PROMPTS, _EACH_PROMPT = 20_000, 100
 # Prompts of a call that are queued before other requests have their turn.
 _TURN_PROMPTS = 32
-# Items of a long list that are encoded at once; each may have log-probabilities of 129 tokens.
-_PIECE_ITEMS = 64
 DONE = b"data: [DONE]\n\n"
-_LINE_ENDS = [(end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029"]
 
 
 class Batch:
@@ -249,51 +246,6 @@ class _WithEnd:
 
     async def aclose(self) -> None:
         await self._events.aclose()
-
-
-def event_of(body: Any) -> bytes:
-    """Returns a server-sent event with ``body`` as JSON."""
-    return b"data: " + json_line(body) + b"\n\n"
-
-
-def json_line(body: Any) -> bytes:
-    """Returns ``body`` as JSON without any character that a client might take for a line end. Some clients split at
-    Unicode's line separators, which JSON does not escape.
-    """
-    line = msgspec.json.encode(body)
-    if not line.isascii():
-        for end, escaped in _LINE_ENDS:
-            line = line.replace(end, escaped)
-    return line
-
-
-async def json_response(make: Callable[[], Any], *, is_large: bool) -> Response:
-    """Returns a response with the value of ``make()`` as JSON. A large one is made on another thread, in pieces, so
-    that other requests do not wait.
-    """
-
-    def encode() -> bytes:
-        return msgspec.json.encode(in_pieces(make()) if is_large else make())
-
-    content = await asyncio.to_thread(encode) if is_large else encode()
-    return Response(content, media_type="application/json")
-
-
-def in_pieces(body: Any) -> Any:
-    """Returns ``body`` with its long lists encoded as JSON, a few items at a time. The encoder itself lets no other
-    thread run.
-    """
-    if isinstance(body, msgspec.Struct):
-        body = msgspec.structs.asdict(body)
-    if isinstance(body, dict):
-        return {name: in_pieces(value) for name, value in body.items()}
-    if not isinstance(body, list):
-        return body
-    if len(body) <= _PIECE_ITEMS:
-        return [in_pieces(item) for item in body]
-    encode = msgspec.json.encode
-    pieces = [encode(body[start : start + _PIECE_ITEMS])[1:-1] for start in range(0, len(body), _PIECE_ITEMS)]
-    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
 
 
 async def encode_prompts(

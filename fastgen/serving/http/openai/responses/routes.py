@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from fastgen.runtime.requests.outputs import FinishReason, GenerationOutput
+from fastgen.runtime.requests.outputs import FinishReason, GenerationOutput, Logprobs
 from fastgen.serving.answers import Update
 from fastgen.serving.http.errors import ERRORS
+from fastgen.serving.http.json_answers import json_line, json_response
 from fastgen.serving.http.openai.answers import ContentLogprob, Usage, finish_of, usage_of
 from fastgen.serving.http.openai.conversations import PreparedChat
 from fastgen.serving.http.openai.formats import naming_format
@@ -20,16 +21,7 @@ from fastgen.serving.http.openai.requests import ChatRequest
 from fastgen.serving.http.openai.responses.answers import ResponseAnswer, response_usage
 from fastgen.serving.http.openai.responses.output import OutputWriter
 from fastgen.serving.http.openai.responses.requests import ResponsesRequest, in_its_names
-from fastgen.serving.http.openai.run import (
-    Batch,
-    StreamUsage,
-    check_model,
-    event_stream,
-    json_line,
-    json_response,
-    now,
-    request_id_of,
-)
+from fastgen.serving.http.openai.run import Batch, StreamUsage, check_model, event_stream, now, request_id_of
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.service import Service
 from fastgen.serving.tools.formats import ToolFormat
@@ -56,11 +48,12 @@ def responses_routes(service: Service, tool_format: ToolFormat | None) -> APIRou
                 batch = await chat.submit(service, request, is_stream=bool(body.stream))
                 if body.stream:
                     return await event_stream(request, batch, _events(batch, writer), done=b"", failed=writer.failed)
-                async with batch:
-                    async with unless_gone(request):
-                        (output,) = await batch.outputs()
+                async with batch, unless_gone(request):
+                    (output,) = await batch.outputs()
                     return await json_response(
-                        lambda: writer.whole(chat.until_first_call(output, service.codec)), is_large=batch.is_large
+                        lambda: writer.whole(chat.until_first_call(output, service.codec)),
+                        service.turns,
+                        is_large=batch.is_large,
                     )
 
     return router
@@ -148,7 +141,7 @@ class _Writer:
         return response  # type: ignore[no-any-return]
 
     def _logprobs(
-        self, token_ids: list[int], logprobs: list[dict[int, float]] | None
+        self, token_ids: list[int], logprobs: Sequence[Logprobs] | None
     ) -> Iterable[tuple[int, ContentLogprob]]:
         """Returns those of the next tokens, each with the token's place in the answer."""
         if logprobs is None or self._offsets is None:

@@ -1,0 +1,127 @@
+"""Answers as JSON. Large ones are encoded in pieces, between which other requests have their turn."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import islice
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+
+from fastgen.serving.admission.turns import Turns
+from fastgen.serving.engine.packed_logprobs import PIECE_POSITIONS, PackedLogprobs
+
+Item = TypeVar("Item")
+
+_LINE_ENDS = [(end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029"]
+# Numbers or texts that are encoded at once.
+_PIECE_VALUES = 1024
+
+
+class LazyList:
+    """A list whose items ``make`` makes whenever it is iterated over, such as when it is encoded as JSON."""
+
+    def __init__(self, make: Callable[[], Iterable[Any]]):
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._make())
+
+
+def lazy_list(make: Callable[[], Iterable[Item]]) -> list[Item]:
+    """Returns a :class:`LazyList`. It is called a list since its JSON is one; but all it can do is to be iterated
+    over.
+    """
+    return LazyList(make)  # type: ignore[return-value]
+
+
+def encode_json(body: Any) -> bytes:
+    """Returns ``body`` as JSON, in which a :class:`LazyList` and :class:`PackedLogprobs` are lists."""
+    return msgspec.json.encode(body, enc_hook=_as_list)
+
+
+def json_line(body: Any) -> bytes:
+    """Returns ``body`` as JSON without any character that a client might take for a line end. Some clients split at
+    Unicode's line separators, which JSON does not escape.
+    """
+    line = encode_json(body)
+    if not line.isascii():
+        for end, escaped in _LINE_ENDS:
+            line = line.replace(end, escaped)
+    return line
+
+
+def event_of(body: Any) -> bytes:
+    """Returns a server-sent event with ``body`` as JSON."""
+    return b"data: " + json_line(body) + b"\n\n"
+
+
+async def large_event_of(body: Any, turns: Turns) -> bytes:
+    """Returns the event of a large ``body``, which is encoded in ``turns``."""
+    return b"data: " + await turns.run(encoding(body)) + b"\n\n"
+
+
+async def json_response(make: Callable[[], Any], turns: Turns, *, is_large: bool) -> Response:
+    """Returns a response with the value of ``make()`` as JSON. A large one is made on another thread, and encoded in
+    ``turns``.
+    """
+    if is_large:
+        content = await turns.run(encoding(await asyncio.to_thread(make)))
+    else:
+        content = encode_json(make())
+    return Response(content, media_type="application/json")
+
+
+def encoding(body: Any) -> Generator[None, None, bytes]:
+    """Encodes ``body`` as :func:`json_line` does, and yields after each piece."""
+    content = io.BytesIO()  # joining pieces would take some milliseconds at the end
+    for piece in _pieces(body):
+        content.write(piece)
+        yield
+    return content.getvalue()
+
+
+def _pieces(body: Any) -> Iterator[bytes]:
+    if isinstance(body, msgspec.Struct):
+        body = msgspec.structs.asdict(body)
+    if isinstance(body, dict) and any(map(_is_container, body.values())):
+        begin = b"{"
+        for name, value in body.items():
+            yield begin + json_line(str(name)) + b":"
+            yield from _pieces(value)
+            begin = b","
+        yield b"}"
+    elif isinstance(body, list) and any(map(_is_container, body)):
+        begin = b"["
+        for value in body:
+            yield begin
+            yield from _pieces(value)
+            begin = b","
+        yield b"]"
+    elif isinstance(body, LazyList | PackedLogprobs):
+        yield from _list_pieces(body, PIECE_POSITIONS)
+    elif isinstance(body, list):
+        yield from _list_pieces(body, _PIECE_VALUES)
+    else:
+        yield json_line(body)
+
+
+def _list_pieces(items: Iterable[Any], num_at_once: int) -> Iterator[bytes]:
+    iterator, begin = iter(items), b"["
+    while batch := [*islice(iterator, num_at_once)]:
+        yield begin + json_line(batch)[1:-1]
+        begin = b","
+    yield b"[]" if begin == b"[" else b"]"
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, dict | list | msgspec.Struct | LazyList | PackedLogprobs)
+
+
+def _as_list(value: Any) -> list[Any]:
+    if isinstance(value, LazyList | PackedLogprobs):
+        return [*value]
+    raise NotImplementedError(f"{type(value).__name__} has no JSON")
