@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 from typing import Any
 
@@ -11,12 +10,14 @@ import httpx2
 import pytest
 from fastapi import APIRouter, FastAPI
 
+from fastgen.serving.admission.turns import Turns
 from fastgen.serving.http.errors import NOT_JSON, add_error_handlers
 from fastgen.serving.http.guard import Guard
-from fastgen.serving.http.json_route import PARSED, JsonRequest, JsonRoute
+from fastgen.serving.http.json_route import PARSED, TURNS, JsonRequest, JsonRoute
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.refusals import OverloadedError
+from tests.serving.loop_turns import LoopTurns
 
 
 def posted(router: APIRouter, content_type: str | None) -> httpx2.Response:
@@ -43,17 +44,36 @@ def a_router(route_class: type[JsonRoute]) -> APIRouter:
     return router
 
 
-def test_no_garbage_is_collected_while_a_body_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    was_enabled: list[bool] = []
+def test_a_large_body_is_parsed_in_several_turns_and_validated_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastgen.serving.admission.turns._SHORT_S", 0.0)
+    text = json.dumps({"prompt": [*range(200_000)]}).encode()
 
-    def parse(text: bytes) -> Any:
-        was_enabled.append(gc.isenabled())
-        return json.loads(text)
+    async def parse() -> tuple[Any, int, int]:
+        turns, loop_turns = Turns(1), LoopTurns()
+        request = JsonRequest(scope_with(turns), received(text))
+        reading = asyncio.create_task(request.json())
+        while PARSED not in request.scope["state"]:
+            await asyncio.sleep(0)
+        parsed_in = loop_turns.number
+        value = await reading
+        loop_turns.stop()
+        return value, parsed_in, loop_turns.number
 
-    monkeypatch.setattr("fastgen.serving.http.json_route.parse_json", parse)
-    assert posted(a_router(JsonRoute), "application/json").json() == {"a": 1}
-    assert was_enabled == [False]
-    assert gc.isenabled()
+    value, parsed_in, ended_in = asyncio.run(parse())
+    assert value == json.loads(text)
+    assert parsed_in > len(text) >> 17
+    assert ended_in > parsed_in
+
+
+def scope_with(turns: Turns) -> dict[str, Any]:
+    return {"type": "http", "headers": [(b"content-type", b"application/json")], "state": {TURNS: turns}}
+
+
+def received(text: bytes) -> Any:
+    async def receive() -> Any:
+        return {"type": "http.request", "body": text, "more_body": False}
+
+    return receive
 
 
 @pytest.mark.parametrize("content_type", [None, "", "text/plain", "application/x-www-form-urlencoded"])

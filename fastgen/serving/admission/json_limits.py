@@ -1,8 +1,7 @@
 """Limits what a JSON text may hold, and parses it.
 
-Parsing holds Python's lock until it is done, in whatever thread it runs. So a text is measured first, and one whose
-values would stop every stream for longer than a tenth of a second is refused. A prompt is text or whole numbers, of
-which there may be many.
+A text is measured first, and one whose values would take longer than a tenth of a second of a processor's time is
+refused. A prompt is text or whole numbers, of which there may be many.
 """
 
 from __future__ import annotations
@@ -10,11 +9,13 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import msgspec
 
+from fastgen.serving.admission.json_pieces import parsing
+from fastgen.serving.admission.turns import at_once
 from fastgen.serving.refusals import TooLargeError
 
 # A text of at most so many bytes is parsed within a millisecond or two, whatever it holds, and one of FREE_BYTES within
@@ -46,7 +47,13 @@ class InvalidJsonError(json.JSONDecodeError):
 
 
 def parse_json(text: bytes) -> Any:
-    """Returns the value of a JSON text within the limits. Raises ``json.JSONDecodeError`` for anything else.
+    """Returns what :func:`parsing_json` does, at once."""
+    return at_once(parsing_json(text))
+
+
+def parsing_json(text: bytes) -> Generator[None, None, Any]:
+    """Parses a JSON text within the limits, and yields after each piece. Raises ``json.JSONDecodeError`` for anything
+    else.
 
     A long text is parsed by msgspec, in half the time or less. It takes UTF-8 only, and no numbers that JSON does not
     have (``NaN``, ``1e999``). A short one is parsed by Python, whose errors say more.
@@ -54,7 +61,7 @@ def parse_json(text: bytes) -> Any:
     try:
         if len(text) <= QUICK_BYTES:
             return _parse_short(text)
-        return msgspec.json.decode(text.removeprefix(codecs.BOM_UTF8))  # as Python's parser does
+        return (yield from parsing(text.removeprefix(codecs.BOM_UTF8)))  # as Python's parser does
     except json.JSONDecodeError:
         raise
     except msgspec.DecodeError as error:

@@ -44,9 +44,11 @@ OPEN_FOLDER = "/page/"
 # How many requests the event loop begins to answer in one of its turns. Tokens of streams wait for the end of the turn.
 # With 4, batches of short requests fill slower, and a tenth of their throughput is lost.
 _BEGUN_AT_ONCE = 32
-# The most of the event loop's time for parsing bodies, and for parsing large ones. The rest is for tokens of streams
-# and for small requests, which all wait while a body is parsed.
-_SHARE, _SHARE_OF_LARGE = 0.25, 0.125
+# The same for open paths, whose requests wait only for each other.
+_OPEN_BEGUN_AT_ONCE = 8
+# The most of the event loop's time for parsing bodies, and again for parsing large ones. The rest is for tokens of
+# streams and for small requests.
+_SHARE = 0.25
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
 _log = logging.getLogger("fastgen.serving.requests")
 
@@ -63,10 +65,10 @@ class Guard:
         self._app, self._options, self._metrics = app, options, metrics
         self._hosts, self._bodies = Hosts(options), Bodies(options.connections)
         self._receiving = Receiving(options.connections)
-        self._beginning = Turns(_BEGUN_AT_ONCE)
+        self._beginning, self._beginning_open = Turns(_BEGUN_AT_ONCE), Turns(_OPEN_BEGUN_AT_ONCE)
         # Of parsing bodies that take milliseconds, and of large ones, which are measured before. Threads would take
         # Python's lock and the processor from the event loop.
-        self._turns, self._turns_of_large = Turns(1, share=_SHARE), Turns(1, share=_SHARE_OF_LARGE)
+        self._turns, self._turns_of_large = Turns(1, share=_SHARE), Turns(1, share=_SHARE)
 
     def end(self) -> None:
         """Refuses requests whose bodies are not here yet, because the server ends."""
@@ -96,8 +98,7 @@ class Guard:
             await send(message)
 
         is_open = _is_open(scope["path"])
-        if not is_open:
-            await self._beginning.wait()
+        await (self._beginning_open if is_open else self._beginning).wait()
         with holding, Body(self._bodies, self._receiving, is_open=is_open) as body:
             try:
                 self._hosts.check(headers.get("host"))

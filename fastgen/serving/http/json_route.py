@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -11,8 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fastgen.collector import collector_off
-from fastgen.serving.admission.json_limits import QUICK_BYTES, parse_json
+from fastgen.serving.admission.json_limits import QUICK_BYTES, parse_json, parsing_json
 from fastgen.serving.admission.turns import Turns
 from fastgen.serving.http.errors import NOT_JSON, is_json
 from fastgen.serving.refusals import BadRequestError, RefusedError
@@ -34,16 +32,21 @@ class JsonRequest(Request):
         state = self.scope.setdefault("state", {})
         if PARSED not in state:
             body = await self.body()
-            with collector_off():  # or it would look at a hundred thousand new lists again and again
+            if len(body) <= QUICK_BYTES:
                 state[PARSED] = parse_json(body)
-            if len(body) > QUICK_BYTES:
-                await asyncio.sleep(0)  # others have their turn before the body is validated
+            else:
+                state[PARSED] = await self._turns.run(parsing_json(body))
+                await self.turn()  # to be validated
         return state[PARSED]
 
     async def turn(self) -> None:
         """Waits for the request's next turn to do work that takes long."""
-        turns: Turns | None = self.scope["state"].get(TURNS)
-        await (asyncio.sleep(0) if turns is None else turns.wait())
+        await self._turns.wait()
+
+    @property
+    def _turns(self) -> Turns:
+        turns: Turns = self.scope["state"].setdefault(TURNS, Turns(1))
+        return turns
 
 
 class JsonRoute(APIRoute):
