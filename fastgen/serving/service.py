@@ -48,7 +48,7 @@ State = Literal["starting", "ready", "restarting", "draining", "stopped", "faile
 ENGINE_TIMEOUT_S = 60.0
 _COUNT_S = 2.0
 # The most of the event loop's time that the encoding of large answers takes.
-_SHARE_OF_LARGE_ANSWERS = 0.25
+_SHARE_OF_LARGE_ANSWERS = 0.125
 
 
 class Service:

@@ -46,9 +46,9 @@ OPEN_FOLDER = "/page/"
 _BEGUN_AT_ONCE = 32
 # The same for open paths, whose requests wait only for each other.
 _OPEN_BEGUN_AT_ONCE = 8
-# The most of the event loop's time for parsing bodies, and again for parsing large ones. The rest is for tokens of
-# streams and for small requests.
-_SHARE = 0.25
+# The most of the event loop's time for parsing bodies, and for parsing large ones. The rest is for tokens of streams
+# and for small requests.
+_SHARE, _SHARE_OF_LARGE = 0.25, 0.125
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
 _log = logging.getLogger("fastgen.serving.requests")
 
@@ -68,7 +68,7 @@ class Guard:
         self._beginning, self._beginning_open = Turns(_BEGUN_AT_ONCE), Turns(_OPEN_BEGUN_AT_ONCE)
         # Of parsing bodies that take milliseconds, and of large ones, which are measured before. Threads would take
         # Python's lock and the processor from the event loop.
-        self._turns, self._turns_of_large = Turns(1, share=_SHARE), Turns(1, share=_SHARE)
+        self._turns, self._turns_of_large = Turns(1, share=_SHARE), Turns(1, share=_SHARE_OF_LARGE)
 
     def end(self) -> None:
         """Refuses requests whose bodies are not here yet, because the server ends."""
