@@ -115,16 +115,3 @@ def test_a_large_event_is_one_line() -> None:
 def test_what_has_no_json_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="object has no JSON"):
         encode_json([object()])
-
-
-@pytest.mark.parametrize("number", [0, 1, 31, 32, 33, 64, 100])
-def test_packed_log_probabilities_are_a_sequence_of_what_was_packed(number: int) -> None:
-    packed: PackedLogprobs[Logprobs | None] = PackedLogprobs()
-    for start in range(0, number, 40):
-        some = LOGPROBS[start : min(start + 40, number)]
-        packed.add(pack(some), len(some))
-    assert [*packed] == [*packed] == LOGPROBS[:number]
-    assert len(packed) == number
-    assert packed[1:-1] == LOGPROBS[:number][1:-1]
-    if number:
-        assert packed[-1] == LOGPROBS[number - 1]

@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from fastgen.serving.admission import turns as turns_module
-from fastgen.serving.admission.turns import Turns
+from fastgen.serving.admission.turns import Turns, at_once
 from tests.serving.loop_turns import LoopTurns
 
 
@@ -34,7 +34,8 @@ def test_so_many_go_on_in_a_turn_in_their_order(num_at_once: int) -> None:
         await asyncio.gather(*(caller(number) for number in range(10)))
         loop_turns.stop()
         assert [number for _, number in gone] == list(range(10))
-        assert max(Counter(turn for turn, _ in gone).values()) == num_at_once
+        of_turns = Counter(turn for turn, _ in gone)
+        assert max(of_turns.values()) == of_turns[gone[0][0]] == num_at_once
         assert gone[-1][0] - gone[0][0] <= 2 * 10 // num_at_once + 2, "turns were left unused"
 
     run(test())
@@ -147,3 +148,57 @@ def test_a_caller_alone_goes_on_soon_and_then_the_loop_rests() -> None:
         assert not turns._waiting
 
     run(test())
+
+
+def test_work_is_run_in_turns_to_its_result() -> None:
+    async def test() -> None:
+        turns, loop_turns, seen = Turns(1, share=0.5), LoopTurns(), list[tuple[str, int]]()
+
+        def work(name: str, num_pieces: int) -> Any:
+            for _ in range(num_pieces):
+                seen.append((name, loop_turns.number))
+                compute(0.003)
+                yield
+            return name
+
+        found = await asyncio.gather(turns.run(work("a", 4)), turns.run(work("b", 3)), turns.run(work("c", 0)))
+        loop_turns.stop()
+        assert found == ["a", "b", "c"]
+        assert [name for name, _ in seen] == ["a", "b", "a", "b", "a", "b", "a"]
+        assert len({turn for _, turn in seen}) == 7
+
+    run(test())
+
+
+def test_short_pieces_of_work_share_a_turn() -> None:
+    async def test() -> None:
+        turns, loop_turns, seen = Turns(1), LoopTurns(), list[int]()
+
+        def work() -> Any:
+            for _ in range(5):
+                seen.append(loop_turns.number)
+                yield
+            return sum(seen)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(turns_module, "_SHORT_S", 10.0)
+            assert await turns.run(work()) == sum(seen)
+        loop_turns.stop()
+        assert len(seen) == 5
+        assert len(set(seen)) == 1
+
+    run(test())
+
+
+def test_an_error_of_the_work_is_the_callers() -> None:
+    def work() -> Any:
+        yield
+        raise ValueError("bad luck")
+
+    async def test() -> None:
+        with pytest.raises(ValueError, match="bad luck"):
+            await Turns(1).run(work())
+
+    run(test())
+    with pytest.raises(ValueError, match="bad luck"):
+        at_once(work())

@@ -37,8 +37,7 @@ MAX_OPEN_LOGPROBS = 1 << 23
 # They take at most the machine's memory divided by this.
 LOGPROBS_SHARE = 16
 # Bytes of each log-probability, and of each token that has any, in the engine's process and the server's together, as
-# measured when most is held: 95 to 125 and 240 of them are the engine's, and some of the server's are the encoded
-# answer. While an answer to a chat is encoded, that one takes up to twice as much.
+# measured when most was held, before they were packed. They take less now.
 LOGPROB_BYTES, LOGPROBS_TOKEN_BYTES = 280, 1000
 # Characters of prompts that the answers of one call repeat.
 MAX_ECHOED_CHARACTERS = 1 << 24
