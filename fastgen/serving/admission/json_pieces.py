@@ -37,6 +37,9 @@ def parsing(text: bytes) -> Generator[None, None, Any]:
     """Parses a JSON text, and yields after each piece. Raises what ``msgspec.json.decode`` does."""
     root, begin, whole = None, 0, _Whole()
     for part in parts(text):
+        if part is None:
+            yield
+            continue
         head, tail = whole.frame(part)
         try:
             value = msgspec.json.decode(head + part.text + tail)
@@ -51,9 +54,9 @@ def parsing(text: bytes) -> Generator[None, None, Any]:
     return root
 
 
-def parts(text: bytes) -> Iterator[Part]:
-    """Yields the parts of a JSON text. If it is not JSON, then one of them is not, or it is not with the brackets that
-    are open at its ends.
+def parts(text: bytes) -> Iterator[Part | None]:
+    """Yields the parts of a JSON text, and ``None`` while it looks for the end of a long one. If the text is not JSON,
+    then a part is not, or is not with the brackets that are open at its ends.
     """
     begin, place, opened, scan = 0, 0, b"", _Scan()
     while len(text) - place > 2 * PART_BYTES:
@@ -64,6 +67,8 @@ def parts(text: bytes) -> Iterator[Part]:
         if is_comma and scan.open:
             yield Part(text[begin:place], opened, bytes(scan.open))
             begin, opened = place, bytes(scan.open)
+        else:
+            yield None
     yield Part(text[begin:], opened, b"")
 
 
