@@ -123,7 +123,7 @@ class Answers:
             return [progress]
         parts = [Progress(progress.number, progress.index, [token_id], None, None) for token_id in progress.token_ids]
         if progress.logprobs is not None:
-            unpacked: PackedLogprobs[Logprobs] = PackedLogprobs(progress.logprobs)
+            unpacked: PackedLogprobs[Logprobs] = PackedLogprobs(progress.logprobs, len(parts))
             for part, each in zip(parts, unpacked, strict=True):
                 part.logprobs = pack([each])
         parts[0].prompt_logprobs, parts[-1].end = progress.prompt_logprobs, progress.end

@@ -1,5 +1,5 @@
 """Garbage collection in serving processes: rare, and limited to new objects. The server's process does it itself, and
-not while it reads large JSON.
+puts it off while it reads large JSON.
 
 A collection looks at every item of every new list, so a prompt of a million token ids takes it tens of milliseconds, in
 which no stream goes on. Python itself collects whenever enough lists were made: just after they were read.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -263,3 +264,9 @@ def test_each_reason_has_a_number_of_its_own() -> None:
         chunk = messages.GenerateChunk(index=2, text="a", token_ids=[5], finish_reason=number)
         assert messages.unpack_chunk(chunk) == GenerationChunk(index=2, text="a", token_ids=[5], finish_reason=reason)
     assert messages.unpack_chunk(messages.GenerateChunk(text="a")) == GenerationChunk(index=0, text="a", token_ids=[])
+
+
+def test_each_completion_is_a_piece_of_its_own() -> None:
+    output = some_output()
+    output = replace(output, others=tuple(replace(output, index=index) for index in range(1, 5)))
+    assert len([*messages._output_pieces(output)]) == 5

@@ -79,6 +79,20 @@ def test_pieces_are_small_however_many_answers_share_them() -> None:
     assert max(lengths) < 150_000
 
 
+def test_pieces_of_long_lists_are_counted_not_weighed() -> None:
+    """Neither is a piece long, nor are there very many: each costs some microseconds."""
+    responses = [{"token": "a", "bytes": [97], "top_logprobs": [{"token": "b", "bytes": [98, 99]}] * 20}] * 1000
+    for body, most in (
+        ([*range(500_000)], 500),
+        (["a"] * 200_000, 200),
+        ({"choices": [{"tokens": ["a"] * 5000}] * 20}, 300),
+        ({"output": [{"content": [{"logprobs": responses}]}]}, 100),
+        ([[1, 2]] * 5000 + [[*range(5000)]] + [3], 200),
+    ):
+        assert 1 < len([*_pieces(body)]) <= most
+        assert b"".join(_pieces(body)) == msgspec.json.encode(body)
+
+
 def test_others_have_their_turn_while_a_large_answer_is_encoded() -> None:
     threads = []
 

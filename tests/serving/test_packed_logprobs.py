@@ -7,6 +7,7 @@ import math
 import pytest
 
 from fastgen.runtime.requests.outputs import Logprobs
+from fastgen.serving.engine.messages import Progress, Report, encoder, to_server
 from fastgen.serving.engine.packed_logprobs import PackedLogprobs, pack
 
 LOGPROBS: list[Logprobs | None] = [None, *({n: -0.5 * n, n + 1: -math.inf} for n in range(99))]
@@ -24,3 +25,11 @@ def test_packed_log_probabilities_are_a_sequence_of_what_was_packed(number: int)
     assert packed[:] == LOGPROBS[:number]
     if number:
         assert packed[-1] == LOGPROBS[number - 1]
+
+
+def test_what_is_packed_of_a_report_does_not_hold_the_rest_of_it() -> None:
+    """A report has the log-probabilities of up to all running requests."""
+    report = Report([], [Progress(1, 0, [5], pack([{5: -1.0}]), None)], [], [], None)
+    received = to_server.decode(encoder.encode(report))
+    (piece,) = received.progress[0].logprobs
+    assert type(piece) is bytes

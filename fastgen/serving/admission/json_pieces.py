@@ -15,13 +15,16 @@ from typing import Any
 
 import msgspec
 
-# A part has at least so many bytes, and seldom many more.
-PART_BYTES = 1 << 16
+# A part has at least so many bytes, and so many for each bracket that is open at its end, since each is opened again. A
+# long string makes it longer.
+PART_BYTES, _BRACKET_BYTES = 1 << 16, 512
 # Strings that are passed over in search of a comma. A name has none behind it, but its value does.
 _MAX_PASSED = 8
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _CLOSING = {ord("["): ord("]"), ord("{"): ord("}")}
 _PLACE = re.compile(r"\(byte (\d+)\)")
+# The steps to a value, which a part does not know.
+_STEPS = re.compile(r" - at `[^`]*`")
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,9 @@ class Part:
 
 
 def parsing(text: bytes) -> Generator[None, None, Any]:
-    """Parses a JSON text, and yields after each piece. Raises what ``msgspec.json.decode`` does."""
+    """Parses a JSON text, and yields after each piece. Raises ``msgspec.DecodeError`` and others, as
+    ``msgspec.json.decode`` does, without the steps to the value at fault.
+    """
     root, begin, whole = None, 0, _Whole()
     for part in parts(text):
         if part is None:
@@ -44,14 +49,16 @@ def parsing(text: bytes) -> Generator[None, None, Any]:
         try:
             value = msgspec.json.decode(head + part.text + tail)
         except msgspec.DecodeError as error:
-            moved_by = begin - len(head)
-            raise msgspec.DecodeError(
-                _PLACE.sub(lambda found, by=moved_by: f"(byte {int(found[1]) + by})", str(error))  # type: ignore[misc]
-            ) from None
+            raise msgspec.DecodeError(_moved(str(error), begin - len(head))) from None
         root = whole.add(part, value)
         begin += len(part.text)
         yield
     return root
+
+
+def _moved(reason: str, num_bytes: int) -> str:
+    """Returns why a part is refused, with places in the whole text: ``num_bytes`` behind those in the part."""
+    return _PLACE.sub(lambda found: f"(byte {int(found[1]) + num_bytes})", _STEPS.sub("", reason))
 
 
 def parts(text: bytes) -> Iterator[Part | None]:
@@ -64,7 +71,7 @@ def parts(text: bytes) -> Iterator[Part | None]:
         place += num_bytes
         if not scan.is_possible:
             break
-        if is_comma and scan.open:
+        if is_comma and scan.open and place - begin >= len(scan.open) * _BRACKET_BYTES:
             yield Part(text[begin:place], opened, bytes(scan.open))
             begin, opened = place, bytes(scan.open)
         else:
@@ -130,7 +137,7 @@ class _Whole:
         # Its lists and objects that are open, the outermost first.
         self._open: list[Any] = []
         # The names of what a part has in place of what came before it, and comes behind it. No text has them.
-        self._before, self._behind = (secrets.token_hex(16) for _ in range(2))
+        self._before, self._behind = (secrets.token_hex(8) for _ in range(2))
 
     def frame(self, part: Part) -> tuple[bytes, bytes]:
         """Returns what opens what is open where ``part`` begins, and what closes what is open where it ends."""

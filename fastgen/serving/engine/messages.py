@@ -140,10 +140,10 @@ class Progress(msgspec.Struct, array_like=True):
     index: int
     token_ids: list[int]
     # As :func:`~fastgen.serving.engine.packed_logprobs.pack` returns them.
-    logprobs: list[msgspec.Raw] | None
+    logprobs: list[bytes] | None
     end: End | None
     # Comes with the first progress of completion 0, packed too.
-    prompt_logprobs: list[msgspec.Raw] | None = None
+    prompt_logprobs: list[bytes] | None = None
 
 
 class Refused(msgspec.Struct, array_like=True):

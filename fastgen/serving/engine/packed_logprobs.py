@@ -21,23 +21,25 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[dict[int, float] | None]).decode
 
 
-def pack(logprobs: Sequence[Logprobs | None]) -> list[msgspec.Raw]:
+def pack(logprobs: Sequence[Logprobs | None]) -> list[bytes]:
     """Returns ``logprobs`` in pieces of ``PIECE_POSITIONS``."""
     starts = range(0, len(logprobs), PIECE_POSITIONS)
-    return [msgspec.Raw(_encode(logprobs[start : start + PIECE_POSITIONS])) for start in starts]
+    return [_encode(logprobs[start : start + PIECE_POSITIONS]) for start in starts]
 
 
 class PackedLogprobs(Sequence[Item]):
-    """The log-probabilities of successive tokens. They are unpacked whenever it is iterated over, piece by piece."""
+    """The log-probabilities of successive tokens. They are unpacked whenever it is iterated over, piece by piece; for a
+    single one, all of them are.
+    """
 
-    def __init__(self, pieces: Iterable[msgspec.Raw] = (), number: int = 0):
-        self._pieces: list[msgspec.Raw] = []
+    def __init__(self, pieces: Iterable[bytes] = (), number: int = 0):
+        self._pieces: list[bytes] = []
         self._number = 0
         self.add(pieces, number)
 
-    def add(self, pieces: Iterable[msgspec.Raw], number: int) -> None:
+    def add(self, pieces: Iterable[bytes], number: int) -> None:
         """Adds those of the next ``number`` tokens, as :func:`pack` returned them."""
-        self._pieces += (piece.copy() for piece in pieces)  # each held the whole message in which it came
+        self._pieces += pieces
         self._number += number
 
     def __len__(self) -> int:

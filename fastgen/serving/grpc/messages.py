@@ -52,7 +52,7 @@ GenerateRequest = message_class(f"{PACKAGE}.GenerateRequest")
 GenerateResponse = message_class(f"{PACKAGE}.GenerateResponse")
 GenerateChunk = message_class(f"{PACKAGE}.GenerateChunk")
 Completion = message_class(f"{PACKAGE}.Completion")
-PackedLogprobs = message_class(f"{PACKAGE}.Logprobs")
+LogprobsMessage = message_class(f"{PACKAGE}.Logprobs")
 ChatRequest = message_class(f"{PACKAGE}.ChatRequest")
 CheckRequest = message_class(f"{PACKAGE}.CheckRequest")
 CheckResponse = message_class(f"{PACKAGE}.CheckResponse")
@@ -191,6 +191,7 @@ def _output_pieces(output: GenerationOutput) -> Generator[None, None, list[bytes
         pieces += _nested(GenerateResponse, "prompt_logprobs", packed)
     for completion in output.completions:
         pieces += _nested(GenerateResponse, "completions", (yield from _completion_pieces(completion)))
+        yield
     return pieces
 
 
@@ -264,7 +265,7 @@ def _logprobs_pieces(entries: Iterable[Logprobs | None]) -> Generator[None, None
     """Returns an encoded message ``Logprobs`` in pieces."""
     pieces, iterator = [], iter(entries)
     while batch := [*islice(iterator, PIECE_POSITIONS)]:
-        message = PackedLogprobs()
+        message = LogprobsMessage()
         for entry in batch:
             position = message.positions.add()
             if entry is not None:

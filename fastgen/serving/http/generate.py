@@ -229,11 +229,13 @@ async def _events(running: Running, turns: Turns) -> AsyncGenerator[bytes, None]
             *earlier, last = updates
             output = OutputRecord.of(await running.output()) if running.finished else None
             record = _record(last, output)
-            if output is not None and running.is_large:
-                event = await large_event_of(record, turns)
-            else:
-                event = event_of(record)
-            yield b"".join([*(event_of(_record(update)) for update in earlier), event])
+            before = b"".join(event_of(_record(update)) for update in earlier)
+            if output is None or not running.is_large:
+                yield before + event_of(record)
+                continue
+            if before:
+                yield before
+            yield await large_event_of(record, turns)
 
 
 def _record(update: Update, output: OutputRecord | None = None) -> ChunkRecord:

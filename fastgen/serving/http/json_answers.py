@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Callable, Generator, Iterable, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,8 +17,9 @@ from fastgen.serving.engine.packed_logprobs import PIECE_POSITIONS, PackedLogpro
 Item = TypeVar("Item")
 
 _LINE_ENDS = [(end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029"]
-# Numbers or texts that are encoded at once.
-_PIECE_VALUES = 1024
+# Numbers or texts that are encoded at once, and other items of a list.
+_PIECE_VALUES, _PIECE_ITEMS = 1024, 32
+_SCALARS = frozenset((bool, float, int, str, type(None)))
 
 
 class LazyList:
@@ -61,7 +62,7 @@ def event_of(body: Any) -> bytes:
 
 async def large_event_of(body: Any, turns: Turns) -> bytes:
     """Returns the event of a large ``body``, which is encoded in ``turns``."""
-    return b"data: " + await turns.run(encoding(body)) + b"\n\n"
+    return await turns.run(encoding(body, b"data: ", b"\n\n"))
 
 
 async def json_response(make: Callable[[], Any], turns: Turns, *, is_large: bool) -> Response:
@@ -75,50 +76,75 @@ async def json_response(make: Callable[[], Any], turns: Turns, *, is_large: bool
     return Response(content, media_type="application/json")
 
 
-def encoding(body: Any) -> Generator[None, None, bytes]:
-    """Encodes ``body`` as :func:`json_line` does, and yields after each piece."""
+def encoding(body: Any, before: bytes = b"", behind: bytes = b"") -> Generator[None, None, bytes]:
+    """Encodes ``body`` as :func:`json_line` does, with ``before`` and ``behind`` around it. Yields after each piece."""
     content = io.BytesIO()  # joining pieces would take some milliseconds at the end
+    content.write(before)
     for piece in _pieces(body):
         content.write(piece)
         yield
+    content.write(behind)
     return content.getvalue()
 
 
 def _pieces(body: Any) -> Iterator[bytes]:
     if isinstance(body, msgspec.Struct):
         body = msgspec.structs.asdict(body)
-    if isinstance(body, dict) and any(map(_is_container, body.values())):
+    if not _is_large(body):
+        yield json_line(body)
+    elif isinstance(body, dict):
         begin = b"{"
         for name, value in body.items():
             yield begin + json_line(str(name)) + b":"
             yield from _pieces(value)
             begin = b","
         yield b"}"
-    elif isinstance(body, list) and any(map(_is_container, body)):
-        begin = b"["
-        for value in body:
-            yield begin
-            yield from _pieces(value)
-            begin = b","
-        yield b"]"
-    elif isinstance(body, LazyList | PackedLogprobs):
-        yield from _list_pieces(body, PIECE_POSITIONS)
     elif isinstance(body, list):
-        yield from _list_pieces(body, _PIECE_VALUES)
+        yield from _list_pieces(body)
     else:
-        yield json_line(body)
+        yield from _lazy_pieces(body)
 
 
-def _list_pieces(items: Iterable[Any], num_at_once: int) -> Iterator[bytes]:
+def _list_pieces(items: list[Any]) -> Iterator[bytes]:
+    begin = b"["
+    for start in range(0, len(items), _PIECE_VALUES):
+        batch = items[start : start + _PIECE_VALUES]
+        if _SCALARS.issuperset(map(type, batch)):
+            yield begin + json_line(batch)[1:-1]
+            begin = b","
+            continue
+        while batch:
+            small = [*takewhile(lambda item: not _is_large(item), batch[:_PIECE_ITEMS])]
+            if small:
+                yield begin + json_line(small)[1:-1]
+            else:
+                yield begin
+                yield from _pieces(batch[0])
+            begin = b","
+            del batch[: len(small) or 1]
+    yield b"]"
+
+
+def _lazy_pieces(items: Iterable[Any]) -> Iterator[bytes]:
     iterator, begin = iter(items), b"["
-    while batch := [*islice(iterator, num_at_once)]:
+    while batch := [*islice(iterator, PIECE_POSITIONS)]:
         yield begin + json_line(batch)[1:-1]
         begin = b","
     yield b"[]" if begin == b"[" else b"]"
 
 
-def _is_container(value: Any) -> bool:
-    return isinstance(value, dict | list | msgspec.Struct | LazyList | PackedLogprobs)
+def _is_large(value: Any) -> bool:
+    """Returns whether a value may hold too much to be encoded in one piece. Texts never do."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return False
+    if kind is list:
+        if len(value) > _PIECE_ITEMS:
+            return len(value) > _PIECE_VALUES or not _SCALARS.issuperset(map(type, value))
+        return any(map(_is_large, value))
+    if kind is dict:
+        return any(map(_is_large, value.values()))
+    return isinstance(value, LazyList | PackedLogprobs | msgspec.Struct)
 
 
 def _as_list(value: Any) -> list[Any]:

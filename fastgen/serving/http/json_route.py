@@ -45,7 +45,10 @@ class JsonRequest(Request):
 
     @property
     def _turns(self) -> Turns:
-        turns: Turns = self.scope["state"].setdefault(TURNS, Turns(1))
+        state = self.scope["state"]
+        if TURNS not in state:  # without a Guard before the application
+            state[TURNS] = Turns(1)
+        turns: Turns = state[TURNS]
         return turns
 
 
