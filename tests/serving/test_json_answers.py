@@ -16,13 +16,13 @@ from fastgen.runtime.requests.outputs import GenerationOutput, Logprobs, Request
 from fastgen.serving.admission.turns import Turns, at_once
 from fastgen.serving.engine.packed_logprobs import PackedLogprobs, pack
 from fastgen.serving.http.json_answers import (
+    LazyList,
     _pieces,
     encode_json,
     encoding,
     json_line,
     json_response,
     large_event_of,
-    lazy_list,
 )
 from fastgen.serving.http.records import OutputRecord
 from tests.serving.loop_turns import LoopTurns
@@ -30,11 +30,11 @@ from tests.serving.loop_turns import LoopTurns
 LOGPROBS: list[Logprobs | None] = [None, *({n: -0.5 * n, n + 1: -math.inf} for n in range(99))]
 BODIES: dict[str, Any] = {
     "nothing": None,
-    "empty": {"a": [], "b": {}, "c": lazy_list(list), "d": PackedLogprobs()},
+    "empty": {"a": [], "b": {}, "c": LazyList(list), "d": PackedLogprobs()},
     "numbers": list(range(5000)),
     "texts": ["é\u2028", "a\x85", "\u2029"] * 1000,
     "nested": {"a": [{"b": [None, 1.5, -math.inf]}] * 200, "c": [[1, 2], {3: 4.0}], "d": {"e": (), 5: [6]}},
-    "lazy": {"a": [lazy_list(lambda: ({"x": [n]} for n in range(100)))] * 3},
+    "lazy": {"a": [LazyList(lambda: ({"x": [n]} for n in range(100)))] * 3},
     "log-probabilities": [1, PackedLogprobs(pack(LOGPROBS), len(LOGPROBS))],
 }
 
@@ -103,7 +103,7 @@ def test_others_have_their_turn_while_a_large_answer_is_encoded() -> None:
 
     def made() -> Any:
         threads.append(threading.current_thread())
-        return lazy_list(items)
+        return LazyList(items)
 
     async def turns_for(*, is_large: bool) -> int:
         threads.clear()

@@ -6,7 +6,7 @@ import asyncio
 import io
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import islice, takewhile
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -22,21 +22,14 @@ _PIECE_VALUES, _PIECE_ITEMS = 1024, 32
 _SCALARS = frozenset((bool, float, int, str, type(None)))
 
 
-class LazyList:
-    """A list whose items ``make`` makes whenever it is iterated over, such as when it is encoded as JSON."""
+class LazyList(Generic[Item]):
+    """A list in JSON, whose items ``make`` makes whenever it is iterated over, such as when it is encoded."""
 
-    def __init__(self, make: Callable[[], Iterable[Any]]):
+    def __init__(self, make: Callable[[], Iterable[Item]]):
         self._make = make
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Item]:
         return iter(self._make())
-
-
-def lazy_list(make: Callable[[], Iterable[Item]]) -> list[Item]:
-    """Returns a :class:`LazyList`. It is called a list since its JSON is one; but all it can do is to be iterated
-    over.
-    """
-    return LazyList(make)  # type: ignore[return-value]
 
 
 def encode_json(body: Any) -> bytes:

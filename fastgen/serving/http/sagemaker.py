@@ -7,7 +7,7 @@ request of the LMI and TGI containers.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -19,7 +19,7 @@ from fastgen.runtime.requests.outputs import GenerationOutput, Logprobs
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.http.errors import ERRORS, invalid_request, not_json
 from fastgen.serving.http.generate import naming_the_field
-from fastgen.serving.http.json_answers import json_line, json_response, lazy_list
+from fastgen.serving.http.json_answers import LazyList, json_line, json_response
 from fastgen.serving.http.json_route import PARSED, JsonRoute
 from fastgen.serving.http.openai.answers import finish_of
 from fastgen.serving.http.openai.requests import MAX_PROMPTS
@@ -241,9 +241,9 @@ class _LmiFormat:
             "inputs": text,
         }
 
-    def tokens(self, token_ids: list[int], logprobs: Sequence[Logprobs | None] | None) -> list[dict[str, Any]]:
+    def tokens(self, token_ids: list[int], logprobs: Sequence[Logprobs | None] | None) -> Iterable[dict[str, Any]]:
         each = logprobs if logprobs is not None else [None] * len(token_ids)
-        return lazy_list(
+        return LazyList(
             lambda: (
                 {
                     "id": token_id,

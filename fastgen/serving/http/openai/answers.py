@@ -29,8 +29,8 @@ class Usage(TypedDict):
 
 class CompletionLogprobs(TypedDict):
     tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
+    token_logprobs: Iterable[float | None]
+    top_logprobs: Iterable[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -62,7 +62,7 @@ class ContentLogprob(TokenLogprob):
 
 
 class ChatLogprobs(TypedDict):
-    content: list[ContentLogprob]
+    content: Iterable[ContentLogprob]
     refusal: None
 
 

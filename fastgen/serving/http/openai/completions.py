@@ -18,7 +18,7 @@ from fastgen.serving.admission.request_limits import MANY_CHARACTERS, MAX_ECHOED
 from fastgen.serving.admission.turns import Turns
 from fastgen.serving.answers import TextRules, Update
 from fastgen.serving.http.errors import ERRORS
-from fastgen.serving.http.json_answers import event_of, json_response, large_event_of, lazy_list
+from fastgen.serving.http.json_answers import LazyList, event_of, json_response, large_event_of
 from fastgen.serving.http.json_route import JsonRoute
 from fastgen.serving.http.openai.answers import (
     Completion,
@@ -231,8 +231,8 @@ def _none() -> CompletionLogprobs:
 def _joined(first: CompletionLogprobs, more: CompletionLogprobs) -> CompletionLogprobs:
     return {
         "tokens": first["tokens"] + more["tokens"],
-        "token_logprobs": lazy_list(lambda: chain(first["token_logprobs"], more["token_logprobs"])),
-        "top_logprobs": lazy_list(lambda: chain(first["top_logprobs"], more["top_logprobs"])),
+        "token_logprobs": LazyList(lambda: chain(first["token_logprobs"], more["token_logprobs"])),
+        "top_logprobs": LazyList(lambda: chain(first["top_logprobs"], more["top_logprobs"])),
         "text_offset": first["text_offset"] + more["text_offset"],
     }
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from fastgen.runtime.requests.outputs import Logprobs
 from fastgen.runtime.text.codec import TextCodec
-from fastgen.serving.http.json_answers import lazy_list
+from fastgen.serving.http.json_answers import LazyList
 from fastgen.serving.http.openai.answers import ChatLogprobs, CompletionLogprobs, TokenLogprob
 
 # OpenAI's value for an impossible token: JSON has no minus infinity.
@@ -62,13 +62,13 @@ class CompletionLogprobsWriter:
         offsets = self._offsets.next(token_ids)
         return {
             "tokens": [self._spelled(token_id) for token_id in token_ids],
-            "token_logprobs": lazy_list(
+            "token_logprobs": LazyList(
                 lambda: (
                     None if each is None else _finite(each[token_id])
                     for token_id, each in zip(token_ids, logprobs, strict=True)
                 )
             ),
-            "top_logprobs": lazy_list(
+            "top_logprobs": LazyList(
                 lambda: (
                     None if each is None else self._by_spelling(each, token_id)
                     for token_id, each in zip(token_ids, logprobs, strict=True)
@@ -98,7 +98,7 @@ def chat_logprobs(
 ) -> ChatLogprobs:
     """Returns the log-probabilities of a chat answer's tokens, with the ``num_top`` most likely at each position."""
     return {
-        "content": lazy_list(
+        "content": LazyList(
             lambda: (
                 {
                     **_token_logprob(codec, token_id, each[token_id]),
