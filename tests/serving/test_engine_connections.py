@@ -269,6 +269,23 @@ def test_only_the_later_tokens_of_a_stream_wait_for_each_other(
     assert process.parent.num_tokens == {1: 20}
 
 
+def test_first_tokens_and_ends_of_some_streams_bring_no_tokens_of_others(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process.parent.send(submit(1, 20), submit(2, 3))
+    process.run(lambda: process.parent.ended == {1, 2})  # all sizes are recorded
+    del process.parent.got[:]
+    monkeypatch.setattr("fastgen.serving.engine.process.PACE_S", 1e9)
+    process.parent.send(submit(1, 20))
+    process.run(lambda: 1 in process.parent.num_tokens)
+    process.parent.send(submit(2, 3), Submit(3, [5], {"max_new_tokens": 4, "n": 2, "ignore_eos": True}, True))
+    process.run(lambda: process.parent.ended == {1, 2, 3})
+    news = [(report.tokens[::2], [each.number for each in report.progress]) for report in process.parent.reports]
+    expected = [([1], []), ([2], [3]), ([], [2]), ([], [3, 3]), ([], [3]), ([], [1])]
+    assert [each for each in news if each != ([], [])] == expected
+    assert process.parent.num_tokens == {1: 20, 2: 3, 3: 8}
+
+
 def test_a_stream_of_several_answers_reports_what_is_new_and_each_end_once(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
 
 import pytest
+import uvloop
 
+from fastgen.collector import collector_off
 from fastgen.errors import GenerationError
 from fastgen.runtime.requests.outputs import FinishReason, RequestMetrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
@@ -13,6 +18,8 @@ from fastgen.serving.engine.messages import End, Progress, Report
 from fastgen.serving.engine.open_requests import OpenRequests
 from fastgen.serving.engine.request import EngineRequest
 from tests.serving.replicas.played import Noted
+
+name: ContextVar[int] = ContextVar("name")
 
 
 def opened(number: int) -> tuple[OpenRequests, EngineRequest, Noted]:
@@ -75,6 +82,91 @@ def test_a_request_has_gone_once_when_all_its_answers_have_ended_or_it_was_dropp
     assert [requests.drop(other), noted.num_gone] == [True, 2]
 
 
+def test_who_waits_for_news_goes_on_with_all_of_them_when_told() -> None:
+    """At once, not behind all else that the event loop has to do; it may cancel other requests then."""
+
+    async def run() -> None:
+        loop, requests = asyncio.get_running_loop(), OpenRequests(Noted())
+        first, second, unread = (EngineRequest(number, 3, SamplingParams(), 0.0) for number in (7, 8, 9))
+        happened: list[object] = []
+        for request in (first, second, unread):
+            requests.add(request)
+
+        async def follow(request: EngineRequest, other: EngineRequest) -> None:
+            name.set(request.number)
+            happened.append([each.token_ids for each in await request.news()])
+            requests.drop(other)
+            happened.append(name.get())
+
+        def report() -> None:
+            loop.call_soon(happened.append, "a turn")
+            requests.take(reported(tokens=(7, 1, 8, 2, 7, 3, 9, 4)))
+            requests.take(reported(Progress(7, 0, [5], None, None)))
+            assert happened == []
+            requests.tell()
+            assert happened == [[[1, 3], [5]], 7, [[2]], 8]
+            requests.tell()
+
+        waiting = [asyncio.create_task(follow(*each)) for each in ((first, second), (second, first))]
+        await asyncio.sleep(0)
+        loop.call_soon(report)
+        await asyncio.gather(*waiting)
+        await asyncio.sleep(0)
+        assert happened[4:] == ["a turn"]
+        assert [each.token_ids for each in await unread.news()] == [[4]]
+
+    asyncio.run(asyncio.wait_for(run(), 10.0))
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_task_may_tell_of_news_and_who_waits_may_be_cancelled(
+    make_loop: Callable[[], asyncio.AbstractEventLoop], is_cancelled: bool
+) -> None:
+    """A task cannot run within another: who waits goes on in a later turn."""
+
+    async def run() -> None:
+        request = EngineRequest(7, 3, SamplingParams(), 0.0)
+        request.tell()  # nobody waits
+        waiting = asyncio.create_task(request.news())
+        request.add_token(5)
+        request.tell()  # it has not begun to wait
+        assert [each.token_ids for each in await waiting] == [[5]]
+        waiting = asyncio.create_task(request.news())
+        await asyncio.sleep(0)
+        if is_cancelled:
+            waiting.cancel()
+            asyncio.get_running_loop().call_soon(request.tell)
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        request.add_token(6)
+        for _ in range(2):
+            request.tell()
+        assert not waiting.done() or is_cancelled
+        news = await (request.news() if is_cancelled else waiting)
+        assert [each.token_ids for each in news] == [[6]]
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(asyncio.wait_for(run(), 10.0))
+
+
+def test_a_request_that_has_ended_is_freed_without_a_garbage_collection() -> None:
+    async def run() -> weakref.ref[EngineRequest]:
+        loop, request = asyncio.get_running_loop(), EngineRequest(7, 3, SamplingParams(), 0.0)
+        for is_last in (False, True):
+            waiting = asyncio.create_task(request.news())
+            await asyncio.sleep(0)
+            if is_last:
+                waiting.cancel()
+            request.add_token(5)
+            loop.call_soon(request.tell)
+            await asyncio.wait({waiting})
+        return weakref.ref(request)
+
+    with collector_off():
+        assert asyncio.run(asyncio.wait_for(run(), 10.0))() is None
+
+
 def test_news_are_given_as_soon_as_there_are_any_and_then_the_failure() -> None:
     async def run() -> None:
         request = EngineRequest(7, 3, SamplingParams(), 0.0)
@@ -82,6 +174,7 @@ def test_news_are_given_as_soon_as_there_are_any_and_then_the_failure() -> None:
         await asyncio.sleep(0)
         request.add_token(5)
         request.add_token(6)
+        request.tell()
         assert [each.token_ids for each in await waiting] == [[5, 6]]
         waiting = asyncio.create_task(request.news())
         await asyncio.sleep(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -123,11 +124,13 @@ class _ReplayedForward(Forward):
 
 class TapedForward(_ReplayedForward):
     """Runs steps of recurring sizes from tapes, which are recorded when a number of tokens or rows first occurs. All
-    small sizes recur, and the ascending ``sizes``, which the scheduler fills. Other steps take so long that the time to
-    call the modules does not matter.
+    small sizes recur, and the ascending ``sizes``, which the scheduler fills. Other numbers of tokens are recorded when
+    they have occurred ``OFTEN`` times: calling the modules takes a tenth of the time that recording them does. At most
+    ``MOST_OTHERS`` of these tapes are kept, those used last.
     """
 
     SMALL = 64
+    OFTEN, MOST_OTHERS = 8, 64
 
     def __init__(
         self,
@@ -142,6 +145,8 @@ class TapedForward(_ReplayedForward):
     ):
         super().__init__(model, kv_cache, pool, views, results, max_tokens=sizes[-1], max_rows=max_rows)
         self._sizes, self._recurring = sizes, {*range(1, min(self.SMALL, sizes[-1]) + 1), *sizes}
+        # How often each other number of tokens has occurred, and tapes of some, the one used last at the end.
+        self._num_seen, self._others, self._keeps_others = Counter[int](), dict[int, Graph](), True
         # The largest is recorded first, so that the intermediate tensors of all others fit into its memory. Then comes
         # the step of a single request, whose second token would be late otherwise.
         with torch.inference_mode():
@@ -151,17 +156,35 @@ class TapedForward(_ReplayedForward):
 
     def hidden(self, batch: RaggedBatch) -> Tensor:
         num_tokens = len(batch.input_ids)
-        if num_tokens not in self._recurring:
+        tape = self._tape(num_tokens) if num_tokens in self._recurring else self._tape_of_other(num_tokens)
+        if tape is None:
             return super().hidden(batch)
-        if num_tokens not in self._forwards:
-            self._forwards[num_tokens] = self._record(num_tokens)
-        self._forwards[num_tokens].replay()
+        tape.replay()
         return self._hidden[:num_tokens]
 
+    def _tape(self, num_tokens: int) -> Graph:
+        if num_tokens not in self._forwards:
+            self._forwards[num_tokens] = self._record(num_tokens)
+        return self._forwards[num_tokens]
+
+    def _tape_of_other(self, num_tokens: int) -> Graph | None:
+        """Returns the tape of a number of tokens that need not recur, or ``None`` until it has occurred often."""
+        if (tape := self._others.pop(num_tokens, None)) is None:
+            self._num_seen[num_tokens] += 1
+            if not self._keeps_others or self._num_seen[num_tokens] < self.OFTEN:
+                return None
+            del self._num_seen[num_tokens]
+            if len(self._others) == self.MOST_OTHERS:
+                del self._others[next(iter(self._others))]
+            tape = self._record(num_tokens)
+        self._others[num_tokens] = tape
+        return tape
+
     def record_sizes(self) -> None:
-        """Records the tapes of all sizes now, so that the first step at a size does not have to: some milliseconds
-        each.
+        """Records the tapes of all sizes now, and those of other numbers of tokens never, so that no step has to: some
+        milliseconds each.
         """
+        self._keeps_others = False
         with torch.inference_mode():
             for num_tokens in reversed(self._sizes):
                 if num_tokens not in self._forwards:
@@ -178,7 +201,7 @@ class TapedForward(_ReplayedForward):
 
     def logits(self, hidden: Tensor, batch: RaggedBatch) -> Tensor:
         num_rows = len(batch.logits_indices)
-        if len(hidden) not in self._recurring or not num_rows:
+        if not num_rows or not (len(hidden) in self._recurring or len(hidden) in self._others):
             return super().logits(hidden, batch)
         if num_rows not in self._heads:
             self._heads[num_rows] = self._record_head(num_rows)

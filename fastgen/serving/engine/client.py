@@ -185,6 +185,9 @@ class EngineClient:
             else:
                 asked.set_exception(GenerationError(message.error))
 
+    def engine_read(self) -> None:
+        self._requests.tell()
+
     def engine_beat(self) -> None:
         if self._counting is None or self._counting.done():
             self._counting = asyncio.create_task(self.count())

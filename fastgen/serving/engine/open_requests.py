@@ -18,6 +18,8 @@ class OpenRequests:
     def __init__(self, watcher: EngineWatcher, on_answered: Callable[[], None] = lambda: None):
         self._watcher, self._on_answered = watcher, on_answered
         self._requests: dict[int, EngineRequest] = {}
+        # Requests with news of which those that wait for them do not know, in the order of the news.
+        self._with_news: dict[EngineRequest, None] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -51,7 +53,9 @@ class OpenRequests:
         return True
 
     def take(self, report: Report) -> None:
-        """Hands the news in ``report`` to the open requests. News of other requests are ignored."""
+        """Adds the news in ``report`` to the open requests; :meth:`tell` tells who waits for them. News of other
+        requests are ignored.
+        """
         for number in report.started:
             if (request := self._requests.get(number)) is not None:
                 self._start(request)
@@ -61,11 +65,13 @@ class OpenRequests:
                 if not request.has_started:
                     self._start(request)
                 request.add_token(token_id)
+                self._with_news[request] = None
         for progress in report.progress:
             if (request := self._requests.get(progress.number)) is not None:
                 if progress.token_ids and not request.has_started:
                     self._start(request)
                 request.add(progress)
+                self._with_news[request] = None
                 if progress.end is not None:
                     if progress.end.reason in ("stop", "length"):
                         self._on_answered()
@@ -77,6 +83,14 @@ class OpenRequests:
                 failure = GenerationError(refused.error) if refused.is_failure else BadRequestError(refused.error)
                 request.fail(failure)
                 self.drop(request)
+
+    def tell(self) -> None:
+        """Lets those that wait for news go on with them before this returns, if the caller is no task. In a later turn
+        of the event loop tokens would wait for all that is to be done before.
+        """
+        with_news, self._with_news = self._with_news, {}
+        for request in with_news:
+            request.tell()
 
     def _start(self, request: EngineRequest) -> None:
         request.has_started = True

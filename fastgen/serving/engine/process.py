@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -317,9 +317,12 @@ class EngineLoop:
         self._recordings.proceed()
         now_s = time.monotonic()
         begun = self._begun()
-        if begun or self._ended or now_s - self._streamed_s >= PACE_S or self._engine.idle_s:
-            self._report_streams()
+        if now_s - self._streamed_s >= PACE_S or self._engine.idle_s:
+            running = (sequence.request.request_id for sequence in self._engine.scheduler.running)
+            self._report_streams(self._streams[each] for each in running if each in self._streams)
             self._streamed_s = now_s
+        else:
+            self._report_streams(opened for opened in begun if opened.is_stream)
         for opened in begun:
             if not opened.is_stream:
                 opened.connection.started.append(opened.number)
@@ -341,13 +344,10 @@ class EngineLoop:
         num_open = len(self._open) + self._formats.num_waiting + self._num_submits
         return Status(len(scheduler.running), scheduler.num_waiting, self._num_steps, num_open, self._num_answered)
 
-    def _report_streams(self) -> None:
-        """Adds the progress of the running streams to the next reports."""
+    def _report_streams(self, streams: Iterable[_Open]) -> None:
+        """Adds the progress of these streams, of which one may be given several times, to the next reports."""
         others: dict[int, _Open] = {}
-        for sequence in self._engine.scheduler.running if self._streams else ():
-            opened = self._streams.get(sequence.request.request_id)
-            if opened is None:
-                continue
+        for opened in streams:
             if opened.is_plain:
                 opened.report_tokens()
             else:

@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from collections.abc import Callable
+from contextvars import Context
+from typing import Any, Protocol
 
 from fastgen.runtime.metrics import Metrics
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.serving.engine.messages import EngineFacts, Progress
+
+
+class _Wait(asyncio.Future[None]):
+    """A future that one task awaits. :meth:`end_now` lets this task go on before it returns, not in a later turn of the
+    event loop.
+    """
+
+    # How the task goes on, and the context in which it does; asyncio gives them when the task begins to wait.
+    _go_on: tuple[Callable[[Any], object], Context | None] | None = None
+
+    def add_done_callback(self, callback: Callable[[Any], object], /, *, context: Context | None = None) -> None:
+        super().add_done_callback(callback, context=context)
+        self._go_on = callback, context
+
+    def end_now(self) -> None:
+        """Ends the wait. Where the caller is a task itself, or nobody waits yet, it is as if a result were set."""
+        if self._go_on is None or asyncio.current_task() is not None:
+            self.set_result(None)
+            return
+        callback, context = self._go_on
+        self.remove_done_callback(callback)
+        self.set_result(None)
+        assert context is not None
+        context.run(callback, self)
 
 
 class EngineRequest:
@@ -25,7 +51,7 @@ class EngineRequest:
         self.was_read = False
         self._news: list[Progress] = []
         self._failure: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._wait: _Wait | None = None
 
     async def news(self) -> list[Progress]:
         """Waits for news and returns everything since the last call. Only one caller may wait at a time. Raises the
@@ -34,7 +60,7 @@ class EngineRequest:
         while not self._news:
             if self._failure is not None:
                 raise self._failure
-            await self._wait()
+            await self._until_told()
         news, self._news = self._news, []
         self.was_read = True
         return news
@@ -44,11 +70,14 @@ class EngineRequest:
         again.
         """
         while self.num_open and self._failure is None:
-            await self._wait()
+            await self._until_told()
 
-    async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
+    async def _until_told(self) -> None:
+        self._wait = _Wait()
+        try:
+            await self._wait
+        finally:
+            self._wait = None
 
     def begin_again(self, number: int) -> None:
         """Drops the news that were not taken, before the request is sent again under another ``number``. News that
@@ -59,28 +88,28 @@ class EngineRequest:
         self._news.clear()
 
     def add(self, progress: Progress) -> None:
-        """Adds news."""
+        """Adds news; :meth:`tell` tells who waits for them."""
         if progress.end is not None:
             self.num_open -= 1
         self._news.append(progress)
-        self._wake()
 
     def add_token(self, token_id: int) -> None:
-        """Adds the next token of a stream that has nothing but tokens to report."""
+        """Adds the next token of a stream that has nothing but tokens to report, as :meth:`add` does."""
         if self._news:
             self._news[-1].token_ids.append(token_id)  # the last news were not taken yet
         else:
             self._news.append(Progress(self.number, 0, [token_id], None, None))
-            self._wake()
+
+    def tell(self) -> None:
+        """Lets who waits for news go on with them before this returns, if the caller is no task."""
+        if self._wait is not None and not self._wait.done():
+            self._wait.end_now()
 
     def fail(self, failure: Exception) -> None:
         """Ends the request: ``failure`` is raised where its news are awaited."""
         self._failure = failure
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._wait is not None and not self._wait.done():
+            self._wait.set_result(None)
 
 
 class EngineWatcher(Protocol):

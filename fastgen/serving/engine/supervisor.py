@@ -58,6 +58,9 @@ class EngineListener(Protocol):
     def engine_sent(self, message: Report | Reply, encoded: bytes) -> None:
         """The process sent ``message``; ``encoded`` is the same as MessagePack."""
 
+    def engine_read(self) -> None:
+        """All messages that had come were passed on."""
+
     def engine_beat(self) -> None:
         """Called about every half second while the process runs."""
 
@@ -290,6 +293,7 @@ class EngineProcess:
                 case LoadFailed():
                     if self._ready is not None and not self._ready.done():
                         self._ready.set_exception(FastgenError(message.error))
+        self._listener.engine_read()
 
 
 def end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:

@@ -177,6 +177,9 @@ class EngineReplica:
         if status.num_open != before.num_open:
             self._changed.set()
 
+    def engine_read(self) -> None:
+        """Does nothing: the engine itself sends news to servers."""
+
     def engine_beat(self) -> None:
         if self._counting is None:
             self._counting = next(self._numbers)

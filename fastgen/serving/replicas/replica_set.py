@@ -396,6 +396,7 @@ class ReplicaSet:
             self._questions.take(message)
             return
         self._requests.take(message)
+        asyncio.get_running_loop().call_soon(self._requests.tell)  # once for all messages of this turn
         for progress in message.progress:
             if progress.end is not None:
                 self._end_if_answered(progress.number)

@@ -45,7 +45,7 @@ class Watched(TapedForward):
         expected = Forward.hidden(self, batch).clone()  # the same keys and values are written twice
         found = super().hidden(batch)
         self.num_differences += not torch.equal(found, expected)
-        if (tape := self._forwards.get(len(batch.input_ids))) is not None:
+        if (tape := (self._forwards | self._others).get(len(batch.input_ids))) is not None:
             assert isinstance(tape, Tape)
             again = self._pool.record(tape.name, lambda: self._forward_step(len(expected)))
             self.num_differences += tape.difference(again) is not None
@@ -59,9 +59,11 @@ class Watched(TapedForward):
         return found
 
 
-def test_the_same_bits_over_a_random_history(llm: LLM) -> None:
+@pytest.mark.parametrize("often", [TapedForward.OFTEN, 1])
+def test_the_same_bits_over_a_random_history(llm: LLM, monkeypatch: pytest.MonkeyPatch, often: int) -> None:
     """Prompts of all lengths arrive while others decode; every step, small or large, is looked at."""
-    engine, draw = engine_of(llm), random.Random(7)
+    monkeypatch.setattr(TapedForward, "OFTEN", often)
+    engine, draw = engine_of(llm), random.Random(20 * often)
     forward = engine.runner.forward
     assert isinstance(forward, TapedForward)
     watched = engine.runner.forward = Watched(forward)
@@ -79,6 +81,9 @@ def test_the_same_bits_over_a_random_history(llm: LLM) -> None:
     assert num_tokens - set(captured_sizes(128))  # as many tokens as there were, not padded to one of these
     assert any(size > rows > 0 for size, rows in watched.sizes)  # decodes and a chunk that needs no logits
     assert num_tokens & recurring <= forward._forwards.keys() <= recurring
+    assert forward._others.keys() <= num_tokens - recurring
+    assert often > 1 or forward._others.keys() == num_tokens - recurring > set()
+    forward._others.clear()
     assert {128} < num_tokens & recurring
 
 
@@ -87,7 +92,8 @@ def test_a_step_of_a_number_that_will_hardly_come_again(llm: LLM) -> None:
     prompt = list(range(1, 101))
     assert 100 not in captured_sizes(128)
     together = llm.generate([prompt], max_new_tokens=2, temperature=0, ignore_eos=True, logprobs=0)[0]
-    assert 100 not in engine_of(llm).runner.forward._forwards
+    forward = engine_of(llm).runner.forward
+    assert 100 not in {*forward._forwards, *forward._others}
     with fastgen.load("tiny-mistral", target="cpp", token_budget=64, max_num_seqs=24) as other:
         chunked = other.generate([prompt], max_new_tokens=2, temperature=0, ignore_eos=True, logprobs=0)[0]
     assert together.logprobs == chunked.logprobs
@@ -125,8 +131,8 @@ class FakeModel:
     def __call__(self, batch: Any, kv_cache: Any) -> Tensor:
         return self.change(self.row.repeat(len(batch.input_ids), 1))
 
-    def logits(self, rows: Tensor, out: Tensor) -> None:
-        out.copy_(2 * rows)
+    def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        return 2 * rows if out is None else out.copy_(2 * rows)
 
 
 class FakePool:
@@ -177,18 +183,16 @@ def batch_of(num_tokens: int, num_rows: int) -> Any:
     return SimpleNamespace(input_ids=torch.zeros(num_tokens), logits_indices=torch.zeros(num_rows, dtype=torch.int32))
 
 
+def taped(pool: RecordingPool, *, sizes: tuple[int, ...]) -> TapedForward:
+    results = Results(2, 2, torch.float32, torch.device("cpu"))
+    model = cast(Any, FakeModel([1, 2], torch.float32))
+    return TapedForward(model, cast(Any, None), cast(Any, pool), batch_of, results, sizes=sizes, max_rows=3)
+
+
 def test_which_steps_are_recorded_and_when() -> None:
     """All up to 64 tokens, and those that the scheduler fills: the largest first, then that of a single token."""
     pool = RecordingPool()
-    forward = TapedForward(
-        cast(Any, FakeModel([1, 2], torch.float32)),
-        cast(Any, None),
-        cast(Any, pool),
-        batch_of,
-        Results(2, 2, torch.float32, torch.device("cpu")),
-        sizes=(1, 2, 64, 128),
-        max_rows=3,
-    )
+    forward = taped(pool, sizes=(1, 2, 64, 128))
     assert pool.names == ["a step of 128 tokens", "a step of 1 tokens", "logits of 1 rows"]
     for num_tokens in (63, 65, 127, 128, 63):
         assert forward.hidden(batch_of(num_tokens, 0)).tolist() == [[1, 2]] * num_tokens
@@ -196,6 +200,46 @@ def test_which_steps_are_recorded_and_when() -> None:
     forward.record_sizes()
     assert pool.names[4:6] == ["a step of 64 tokens", "a step of 2 tokens"]
     assert pool.names[6:] == ["logits of 3 rows", "logits of 2 rows"]
+
+
+def test_other_numbers_of_tokens_are_recorded_when_they_have_come_often() -> None:
+    pool, often = RecordingPool(), TapedForward.OFTEN
+    forward = taped(pool, sizes=(1, 2, 64, 512))
+    num_before = len(pool.names)
+    for _ in range(often - 1):
+        for num_tokens in (70, 71):
+            assert forward.hidden(batch_of(num_tokens, 0)).tolist() == [[1, 2]] * num_tokens
+            assert forward.logits(torch.ones(num_tokens, 2), batch_of(num_tokens, 1)).tolist() == [[2, 2]]
+    assert len(pool.names) == num_before
+    for _ in range(3):
+        hidden = forward.hidden(batch_of(70, 0))
+        assert hidden.tolist() == [[1, 2]] * 70
+        assert forward.logits(hidden, batch_of(70, 1)).tolist() == [[2, 4]]
+    assert pool.names[num_before:] == ["a step of 70 tokens"], "once"
+    for _ in range(often):
+        for num_tokens in range(80, 80 + TapedForward.MOST_OTHERS - 1):
+            forward.hidden(batch_of(num_tokens, 0))
+        forward.hidden(batch_of(70, 0))
+    for _ in range(often):  # one more than are kept: the one used longest ago is dropped
+        forward.hidden(batch_of(79, 0))
+    num_before = len(pool.names)
+    for num_tokens in (70, 79, 81):
+        forward.hidden(batch_of(num_tokens, 0))
+    assert len(pool.names) == num_before
+    for num in range(often):
+        assert len(pool.names) == num_before
+        assert forward.hidden(batch_of(80, 0)).tolist() == [[1, 2]] * 80, num
+    assert pool.names[num_before:] == ["a step of 80 tokens"]
+
+
+def test_where_all_sizes_are_recorded_at_the_start_no_others_are_later() -> None:
+    pool = RecordingPool()
+    forward = taped(pool, sizes=(1, 2, 64, 128))
+    forward.record_sizes()
+    num_before = len(pool.names)
+    for _ in range(2 * TapedForward.OFTEN):
+        assert forward.hidden(batch_of(70, 0)).tolist() == [[1, 2]] * 70
+    assert len(pool.names) == num_before
 
 
 def captured(
