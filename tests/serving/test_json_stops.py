@@ -121,9 +121,12 @@ def test_the_largest_arguments_of_calls_stop_the_loop_no_longer_than_their_parse
         call = {"type": "function", "id": "a", "function": {"name": "f", "arguments": text}}
         asked = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
     body = msgspec.json.encode({"model": "scripted", "unknown": 1} | asked)
+    stops_s, parses_s = [], []
     with rarely_collected():
-        stops_s = [longest_stop_s(app, path, body) for _ in range(NUM_TRIES)]
-        parses_s = [time_of(lambda: msgspec.json.decode(text)) for _ in range(NUM_TRIES)]
+        for _ in range(NUM_TRIES):
+            stops_s.append(longest_stop_s(app, path, body))
+            parses_s.append(time_of(lambda: msgspec.json.decode(text)))
+    print(f"arguments to {path}: the loop stops for {min(stops_s):.3f} s, parsing takes {min(parses_s):.3f} s")
     assert min(stops_s) < MOST_TIMES * min(parses_s)
 
 

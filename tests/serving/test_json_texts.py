@@ -46,8 +46,8 @@ def codec() -> TextCodec:
     return scripted_codec("{% for m in messages %}{{ m.content }}{% endfor %}")
 
 
-def answered(path: str, body: dict[str, Any]) -> httpx2.Response:
-    service = ScriptedService(codec(), lambda *_: ([5], "stop"))
+def answered(path: str, body: dict[str, Any], using: TextCodec | None = None) -> httpx2.Response:
+    service = ScriptedService(using or codec(), lambda *_: ([5], "stop"))
 
     async def run() -> httpx2.Response:
         transport = httpx2.ASGITransport(app=application(service))
@@ -74,7 +74,8 @@ def test_the_arguments_of_all_calls_count_together(first: str, end: str) -> None
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_long_arguments_without_many_values_are_taken(path: str) -> None:
+def test_long_arguments_without_many_values_are_taken(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setattr(json_texts, "parse_json", lambda text: pytest.fail("it was parsed in one piece"))
     text = json.dumps({"text": 'x, [{"1.5e3": []}] ' * 50_000})
     assert len(text) > FREE_BYTES
     answer = answered(path, conversation(path, [text, SHORT, ""]))
@@ -112,6 +113,15 @@ def test_templates_get_the_arguments_as_objects() -> None:
         _, message = for_template(chat.messages, has_developer_role=False)
         functions = [call["function"] for call in message["tool_calls"]]
         assert functions == [{"name": "f", "arguments": json.loads(SHORT)}, {"name": "f", "arguments": {}}]
+
+
+def test_templates_get_long_arguments_as_objects_too() -> None:
+    template = "{% for m in messages if m.tool_calls %}{{ m.tool_calls[0].function.arguments.number + 1 }}{% endfor %}"
+    texts = [json.dumps({"number": 7, "text": "x" * number}) for number in (1, FREE_BYTES)]
+    bodies = [conversation("/tokenize", [text]) for text in texts]
+    short, long = (answered("/tokenize", body, scripted_codec(template)).json()["tokens"] for body in bodies)
+    assert short == long
+    assert short
 
 
 @pytest.mark.parametrize(

@@ -5,18 +5,27 @@ limits of a body's JSON.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Annotated, Any
 
 from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from fastgen.serving.admission.json_limits import FREE_BYTES, measured, parse_json
+from fastgen.serving.admission.json_limits import FREE_BYTES, measured, parse_json, parsing_json
 from fastgen.serving.http.json_route import JsonRequest, JsonRoute
+
+
+class _ParsedText(str):
+    """A text that is parsed already."""
+
+    value: Any
 
 
 def _object(text: Any) -> dict[str, Any]:
     value = None
-    if isinstance(text, str):
+    if isinstance(text, _ParsedText):
+        value = text.value
+    elif isinstance(text, str):
         try:
             value = parse_json(text.encode()) if text else {}
         except ValueError:
@@ -34,11 +43,21 @@ class _ConversationRequest(JsonRequest):
     async def json(self) -> Any:
         """Returns the parsed body. Raises ``TooLargeError`` too, if the arguments in it hold too much."""
         body = await super().json()
-        texts = [*_arguments(body)]
-        if sum(map(len, texts)) > FREE_BYTES // 4:  # a character has at most 4 bytes
-            for _ in measured((text.encode() for text in texts), "the JSON in arguments of calls"):
+        calls = [*_calls(body)]
+        if sum(len(call["arguments"]) for call in calls) > FREE_BYTES // 4:  # a character has at most 4 bytes
+            for _ in measured((call["arguments"].encode() for call in calls), "the JSON in arguments of calls"):
                 await self.turn()
+            for call in calls:
+                call["arguments"] = await self._parsed(call["arguments"])
+            await self.turn()  # to be validated
         return body
+
+    async def _parsed(self, text: str) -> str:
+        parsed = _ParsedText(text)
+        with suppress(ValueError):  # the validation finds the same error
+            parsed.value = await self._turns.run(parsing_json(text.encode()))
+            return parsed
+        return text
 
 
 class ConversationRoute(JsonRoute):
@@ -47,24 +66,20 @@ class ConversationRoute(JsonRoute):
     request_class = _ConversationRequest
 
 
-def _arguments(body: Any) -> Iterator[str]:
-    """Yields the arguments of the calls in ``body``, which was not validated yet: in messages of a chat, and in items
-    of a response.
+def _calls(body: Any) -> Iterator[dict[str, Any]]:
+    """Yields the calls in ``body`` whose arguments are text, in messages of a chat and in items of a response. The body
+    was not validated yet.
     """
     for message in _objects(body, "messages"):
         for call in _objects(message, "tool_calls"):
-            if isinstance(function := call.get("function"), dict):
-                yield from _texts(function)
+            if isinstance(function := call.get("function"), dict) and isinstance(function.get("arguments"), str):
+                yield function
     for item in _objects(body, "input"):
-        yield from _texts(item)
+        if isinstance(item.get("arguments"), str):
+            yield item
 
 
 def _objects(holder: Any, name: str) -> Iterator[dict[str, Any]]:
     members = holder.get(name) if isinstance(holder, dict) else None
     if isinstance(members, list):
         yield from (member for member in members if isinstance(member, dict))
-
-
-def _texts(holder: dict[str, Any]) -> Iterator[str]:
-    if isinstance(text := holder.get("arguments"), str):
-        yield text
