@@ -87,8 +87,12 @@ def start_team(
     device: Device,
     num_threads: int | None,
     ledger: Ledger,
+    *,
+    is_timed: bool,
 ) -> Team:
-    """Starts the other ranks of the model, of which ``described`` is the part of rank 0. They load meanwhile."""
+    """Starts the other ranks of the model, of which ``described`` is the part of rank 0. They load meanwhile.
+    ``is_timed`` is as in :func:`~fastgen.runtime.ranks.part.load_forward`.
+    """
     count, files, meeting = described.spec.rank.count, file_states(source.checkpoint), _meeting_point(device)
     setups = [
         RankSetup(
@@ -100,6 +104,7 @@ def start_team(
             device=device if device.index is None else replace(device, index=device.index + index),
             num_threads=num_threads,
             activation_bytes=ledger.size_bytes("activations"),
+            is_timed=is_timed,
             meeting=meeting,
         )
         for index in range(1, count)

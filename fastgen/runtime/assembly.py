@@ -70,11 +70,8 @@ def build_engine(
         sample=None if sampler.slots is None else sampler.slots.launch,
         before_steps=_nothing if team is None else team.meet,
         progress_bar=progress_bar,
+        is_timed=policy.observes,
     )
-    if policy.observes:  # step times: the first step of a kind must not take longer than the next
-        forward.kv_cache.touch()
-        if isinstance(forward, TapedForward):
-            forward.record_sizes()
     steady = None
     if next_decodes is not None and sampler.kernel is not None and isinstance(forward, TapedForward):
         early = EarlyStart(backend.thread_pool(), config.block_size)

@@ -75,7 +75,7 @@ def load(options: LoadOptions) -> LLM:
     ledger = memory.ledger(config)
     team = None
     if options.tensor_parallel > 1:
-        team = start_team(source, described, config, device, num_threads, ledger)
+        team = start_team(source, described, config, device, num_threads, ledger, is_timed=policy.observes)
     with devices.being_current(device.torch_device), ending_on_error(team):
         if team is not None:
             backend.ranks = team.connect(device.torch_device)

@@ -14,6 +14,7 @@ import pytest
 from fastgen.runtime.requests.response_format import MAX_CHARACTERS
 from fastgen.runtime.text.codec import TextCodec
 from fastgen.serving.admission.json_limits import FREE_BYTES
+from fastgen.serving.admission.turns import Turns
 from fastgen.serving.http.openai import formats, json_texts
 from fastgen.serving.http.openai.messages import for_template
 from fastgen.serving.http.openai.requests import ChatRequest
@@ -113,6 +114,31 @@ def test_templates_get_the_arguments_as_objects() -> None:
         _, message = for_template(chat.messages, has_developer_role=False)
         functions = [call["function"] for call in message["tool_calls"]]
         assert functions == [{"name": "f", "arguments": json.loads(SHORT)}, {"name": "f", "arguments": {}}]
+
+
+def test_long_arguments_that_are_not_json_are_parsed_in_pieces_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_texts, "parse_json", lambda text: pytest.fail("it was parsed in one piece"))
+    for path, param in ((PATHS[0], "messages[1].tool_calls[1].function.arguments"), (PATHS[2], "input[2].arguments")):
+        for text in ('{"text": "' + "x" * FREE_BYTES + '"', "[" + " " * FREE_BYTES + "]"):
+            error = answered(path, conversation(path, [SHORT, text, ""])).json()["error"]
+            assert error["param"] == param
+            assert "must be a JSON object as text" in error["message"]
+
+
+def test_small_arguments_of_many_calls_are_parsed_together() -> None:
+    turns = Turns(1)
+    num_turns, wait = 0, turns.wait
+
+    async def counted() -> None:
+        nonlocal num_turns
+        num_turns += 1
+        await wait()
+
+    turns.wait = counted  # type: ignore[method-assign]
+    calls = [{"arguments": json.dumps({"number": number})} for number in range(2000)]
+    asyncio.run(turns.run(json_texts._parsing(calls)))
+    assert [json_texts._object(call["arguments"]) for call in calls] == [{"number": each} for each in range(2000)]
+    assert num_turns < 200
 
 
 def test_templates_get_long_arguments_as_objects_too() -> None:

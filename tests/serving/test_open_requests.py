@@ -150,6 +150,22 @@ def test_a_task_may_tell_of_news_and_who_waits_may_be_cancelled(
         runner.run(asyncio.wait_for(run(), 10.0))
 
 
+def test_who_waits_after_another_was_cancelled_is_told() -> None:
+    async def run() -> None:
+        request = EngineRequest(7, 3, SamplingParams(), 0.0)
+        first = asyncio.create_task(request.news())
+        await asyncio.sleep(0)
+        second = asyncio.create_task(request.news())
+        first.cancel()  # it ends its wait behind the beginning of the second's
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        request.add_token(5)
+        request.tell()
+        assert [each.token_ids for each in await second] == [[5]]
+
+    asyncio.run(asyncio.wait_for(run(), 10.0))
+
+
 def test_a_request_that_has_ended_is_freed_without_a_garbage_collection() -> None:
     async def run() -> weakref.ref[EngineRequest]:
         loop, request = asyncio.get_running_loop(), EngineRequest(7, 3, SamplingParams(), 0.0)

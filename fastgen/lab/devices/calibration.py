@@ -130,7 +130,9 @@ def calibration_of(recording: Recording, *, from_s: float = 0.0, sights: Sequenc
 
 
 def recorded_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the numbers of tokens of which an engine that does not pad has tapes, given its captured ``sizes``."""
+    """Returns the numbers of tokens that an engine that does not pad records when they first occur, given its captured
+    ``sizes``. Others that occur often are recorded later, which costs do not tell apart.
+    """
     return tuple(sorted({*range(1, min(TapedForward.SMALL, sizes[-1]) + 1), *sizes}))
 
 

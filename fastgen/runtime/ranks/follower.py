@@ -101,6 +101,7 @@ def build(setup: RankSetup, shared: SharedMemory, connection: Connection[Any, An
         sample=None,  # the leader samples
         before_steps=meet,
         progress_bar=_no_bar,
+        is_timed=setup.is_timed,
     )
     decodes = None
     if next_decodes is not None and hear is not None and isinstance(forward, TapedForward):

@@ -84,11 +84,13 @@ def load_forward(
     sample: Sample | None,
     before_steps: Callable[[], None],
     progress_bar: ProgressBar,
+    is_timed: bool,
 ) -> Forward:
     """Builds kernels, loads weights, takes the KV cache's memory, and captures steps.
 
     Captured steps end with ``sample``, which only rank 0 has, and then give its tokens to all ranks. ``before_steps``
-    is called before the first step runs or is captured.
+    is called before the first step runs or is captured. Where a policy looks at the times of steps (``is_timed``), what
+    the first step of a kind would have to do is done here.
     """
     spec, dtype = described.spec, described.dtype
     with progress_bar("kernels", enabled=bool(backend.specs())) as kernel_progress:
@@ -107,9 +109,14 @@ def load_forward(
     before_steps()
     results = Results(spec.hidden_size, spec.vocab_size, backend.activation_dtype(dtype), device)
     ranks = backend.ranks if spec.rank.count > 1 else None
-    return _forward(
+    forward = _forward(
         new.model, kv_cache, inputs, results, config, backend, sample, ranks, activation_bytes, progress_bar
     )
+    if is_timed:
+        kv_cache.touch()
+        if isinstance(forward, TapedForward):
+            forward.record_sizes()
+    return forward
 
 
 def _forward(

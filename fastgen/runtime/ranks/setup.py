@@ -25,7 +25,8 @@ class RankSetup:
 
     ``files`` are the states of the checkpoint's files as the leader finds them; see :func:`file_states`.
     ``activation_bytes`` is what steps leave in between by the ledger. ``version`` is that of the leader. Ranks that do
-    not exchange through memory have a ``meeting`` point.
+    not exchange through memory have a ``meeting`` point. ``is_timed`` is as in
+    :func:`~fastgen.runtime.ranks.part.load_forward`.
     """
 
     version: str
@@ -36,6 +37,7 @@ class RankSetup:
     device: Device
     num_threads: int | None
     activation_bytes: int
+    is_timed: bool
     meeting: MeetingPoint | None = None
 
 

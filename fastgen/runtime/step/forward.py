@@ -125,7 +125,7 @@ class _ReplayedForward(Forward):
 class TapedForward(_ReplayedForward):
     """Runs steps of recurring sizes from tapes, which are recorded when a number of tokens or rows first occurs. All
     small sizes recur, and the ascending ``sizes``, which the scheduler fills. Other numbers of tokens are recorded when
-    they have occurred ``OFTEN`` times: calling the modules takes a tenth of the time that recording them does. At most
+    they have occurred ``OFTEN`` times in a while: recording takes longer than several steps gain by it. At most
     ``MOST_OTHERS`` of these tapes are kept, those used last.
     """
 
@@ -145,7 +145,7 @@ class TapedForward(_ReplayedForward):
     ):
         super().__init__(model, kv_cache, pool, views, results, max_tokens=sizes[-1], max_rows=max_rows)
         self._sizes, self._recurring = sizes, {*range(1, min(self.SMALL, sizes[-1]) + 1), *sizes}
-        # How often each other number of tokens has occurred, and tapes of some, the one used last at the end.
+        # How often each other number of tokens has occurred lately, and tapes of some, the one used last at the end.
         self._num_seen, self._others, self._keeps_others = Counter[int](), dict[int, Graph](), True
         # The largest is recorded first, so that the intermediate tensors of all others fit into its memory. Then comes
         # the step of a single request, whose second token would be late otherwise.
@@ -170,6 +170,8 @@ class TapedForward(_ReplayedForward):
     def _tape_of_other(self, num_tokens: int) -> Graph | None:
         """Returns the tape of a number of tokens that need not recur, or ``None`` until it has occurred often."""
         if (tape := self._others.pop(num_tokens, None)) is None:
+            if self._num_seen.total() == self.OFTEN * self.MOST_OTHERS:  # else all would occur often in the end
+                self._num_seen.clear()
             self._num_seen[num_tokens] += 1
             if not self._keeps_others or self._num_seen[num_tokens] < self.OFTEN:
                 return None

@@ -24,6 +24,10 @@ class _Wait(asyncio.Future[None]):
         super().add_done_callback(callback, context=context)
         self._go_on = callback, context
 
+    def forget(self) -> None:
+        """Drops the task, which refers to this."""
+        self._go_on = None
+
     def end_now(self) -> None:
         """Ends the wait. Where the caller is a task itself, or nobody waits yet, it is as if a result were set."""
         if self._go_on is None or asyncio.current_task() is not None:
@@ -33,7 +37,7 @@ class _Wait(asyncio.Future[None]):
         self.remove_done_callback(callback)
         self.set_result(None)
         assert context is not None
-        context.run(callback, self)
+        context.run(callback, self)  # the loop runs no caller in this very context, in which it could not be entered
 
 
 class EngineRequest:
@@ -73,11 +77,13 @@ class EngineRequest:
             await self._until_told()
 
     async def _until_told(self) -> None:
-        self._wait = _Wait()
+        wait = self._wait = _Wait()
         try:
-            await self._wait
+            await wait
         finally:
-            self._wait = None
+            wait.forget()
+            if self._wait is wait:
+                self._wait = None
 
     def begin_again(self, number: int) -> None:
         """Drops the news that were not taken, before the request is sent again under another ``number``. News that

@@ -359,7 +359,8 @@ def test_ranks_have_neighbouring_gpus(directory: Path, monkeypatch: pytest.Monke
     described = ModelBuild(shard(source.spec, Rank(0, 4), None), source.dtype, TargetFacts())
     memory = MemoryModel(described, current("cpu"))
     config = resolve_engine_config(memory, options)
-    start_team(source, described, config, device, 1, memory.ledger(config))
+    start_team(source, described, config, device, 1, memory.ledger(config), is_timed=True)
+    assert all(each.is_timed for each in setups)
     assert [str(each.device) for each in setups] == ["cuda:3", "cuda:4", "cuda:5"]
     (meeting,) = {each.meeting for each in setups}
     assert meeting is not None

@@ -103,6 +103,7 @@ def test_a_rank_follows_tapes_of_decodes_where_it_has_all_that_they_need(
         meeting="place" if in_a_group else None,
         checkpoint="weights",
         activation_bytes=77,
+        is_timed=is_taped,
     )
     memory: Any = SimpleNamespace(shared="words")
     connection: Any = SimpleNamespace(send=done.append, recv=lambda: (GO,))
@@ -110,7 +111,7 @@ def test_a_rank_follows_tapes_of_decodes_where_it_has_all_that_they_need(
     assert found._decodes == ((forward, "inputs", "next", "hear", "mailbox", "words") if has_decodes else None)
     assert backend.ranks == (("group", "place", 1, 2, "cpu") if in_a_group else ("shared", memory, 1))
     assert done == [(LOADED,)]
-    assert (given["activation_bytes"], given["sample"]) == (77, None)
+    assert (given["activation_bytes"], given["sample"], given["is_timed"]) == (77, None, is_taped)
     with given["progress_bar"]("kernels") as progress:
         progress(1, 2)
 

@@ -232,6 +232,19 @@ def test_other_numbers_of_tokens_are_recorded_when_they_have_come_often() -> Non
     assert pool.names[num_before:] == ["a step of 80 tokens"]
 
 
+def test_where_all_numbers_of_tokens_come_none_is_recorded() -> None:
+    pool = RecordingPool()
+    forward = taped(pool, sizes=(1, 2, 64, 1024))
+    num_before, draw = len(pool.names), random.Random(0)
+    for _ in range(6000):
+        forward.hidden(batch_of(draw.randrange(65, 1000), 0))
+    assert len(pool.names) - num_before < 60
+    for _ in range(TapedForward.OFTEN * TapedForward.MOST_OTHERS // 4):
+        for num_tokens in (70, draw.randrange(100, 1000)):
+            forward.hidden(batch_of(num_tokens, 0))
+    assert "a step of 70 tokens" in pool.names[num_before:]
+
+
 def test_where_all_sizes_are_recorded_at_the_start_no_others_are_later() -> None:
     pool = RecordingPool()
     forward = taped(pool, sizes=(1, 2, 64, 128))

@@ -4,7 +4,7 @@ limits of a body's JSON.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -16,9 +16,9 @@ from fastgen.serving.http.json_route import JsonRequest, JsonRoute
 
 
 class _ParsedText(str):
-    """A text that is parsed already."""
+    """A text that is parsed already. One that is not JSON has the value ``None``."""
 
-    value: Any
+    value: Any = None
 
 
 def _object(text: Any) -> dict[str, Any]:
@@ -47,23 +47,25 @@ class _ConversationRequest(JsonRequest):
         if sum(len(call["arguments"]) for call in calls) > FREE_BYTES // 4:  # a character has at most 4 bytes
             for _ in measured((call["arguments"].encode() for call in calls), "the JSON in arguments of calls"):
                 await self.turn()
-            for call in calls:
-                call["arguments"] = await self._parsed(call["arguments"])
+            await self._turns.run(_parsing(calls))
             await self.turn()  # to be validated
         return body
-
-    async def _parsed(self, text: str) -> str:
-        parsed = _ParsedText(text)
-        with suppress(ValueError):  # the validation finds the same error
-            parsed.value = await self._turns.run(parsing_json(text.encode()))
-            return parsed
-        return text
 
 
 class ConversationRoute(JsonRoute):
     """A route whose body may have a conversation."""
 
     request_class = _ConversationRequest
+
+
+def _parsing(calls: list[dict[str, Any]]) -> Generator[None, None, None]:
+    """Parses the arguments of all ``calls``, and yields after each piece."""
+    for call in calls:
+        if text := call["arguments"]:
+            parsed = call["arguments"] = _ParsedText(text)
+            with suppress(ValueError):  # the validation says so
+                parsed.value = yield from parsing_json(text.encode())
+        yield
 
 
 def _calls(body: Any) -> Iterator[dict[str, Any]]:
