@@ -125,20 +125,22 @@ def test_long_arguments_that_are_not_json_are_parsed_in_pieces_and_once(monkeypa
             assert "must be a JSON object as text" in error["message"]
 
 
+class CountedTurns(Turns):
+    """Counts the turns that are waited for."""
+
+    num_turns = 0
+
+    async def wait(self) -> None:
+        self.num_turns += 1
+        await super().wait()
+
+
 def test_small_arguments_of_many_calls_are_parsed_together() -> None:
-    turns = Turns(1)
-    num_turns, wait = 0, turns.wait
-
-    async def counted() -> None:
-        nonlocal num_turns
-        num_turns += 1
-        await wait()
-
-    turns.wait = counted  # type: ignore[method-assign]
+    turns = CountedTurns(1)
     calls = [{"arguments": json.dumps({"number": number})} for number in range(2000)]
     asyncio.run(turns.run(json_texts._parsing(calls)))
     assert [json_texts._object(call["arguments"]) for call in calls] == [{"number": each} for each in range(2000)]
-    assert num_turns < 200
+    assert turns.num_turns < 200
 
 
 def test_templates_get_long_arguments_as_objects_too() -> None:

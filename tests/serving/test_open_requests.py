@@ -127,10 +127,10 @@ def test_a_task_may_tell_of_news_and_who_waits_may_be_cancelled(
 
     async def run() -> None:
         request = EngineRequest(7, 3, SamplingParams(), 0.0)
-        request.tell()  # nobody waits
+        request.tell()  # no task waits for news yet
         waiting = asyncio.create_task(request.news())
         request.add_token(5)
-        request.tell()  # it has not begun to wait
+        request.tell()  # the task has not begun to wait
         assert [each.token_ids for each in await waiting] == [[5]]
         waiting = asyncio.create_task(request.news())
         await asyncio.sleep(0)

@@ -25,11 +25,11 @@ class _Wait(asyncio.Future[None]):
         self._go_on = callback, context
 
     def forget(self) -> None:
-        """Drops the task, which refers to this."""
+        """Drops the reference to the task, which refers to this future."""
         self._go_on = None
 
     def end_now(self) -> None:
-        """Ends the wait. Where the caller is a task itself, or nobody waits yet, it is as if a result were set."""
+        """Ends the wait. If the caller is a task, the waiting task goes on in a later turn: tasks cannot be nested."""
         if self._go_on is None or asyncio.current_task() is not None:
             self.set_result(None)
             return
