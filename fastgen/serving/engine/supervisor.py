@@ -24,6 +24,7 @@ import zmq
 
 from fastgen.errors import FastgenError
 from fastgen.serving.api_keys import environment_without_keys
+from fastgen.serving.breaks import BREAKS
 from fastgen.serving.engine.messages import (
     EngineFacts,
     LoadFailed,
@@ -251,9 +252,11 @@ class EngineProcess:
         socket.bind(self._address())
         self._socket = socket
         asyncio.get_running_loop().add_reader(socket.fileno(), self._receive)
+        BREAKS.add(self._receive)
 
     def _close_socket(self) -> None:
         if self._socket is not None:
+            BREAKS.remove(self._receive)
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
             self._socket.close()
             self._socket = None
@@ -280,6 +283,7 @@ class EngineProcess:
     def _receive(self) -> None:
         """Takes all messages that have arrived."""
         self._will_receive = False
+        BREAKS.taken()
         while self._socket is not None and has_come(self._socket):
             encoded = self._socket.recv()
             message = to_server.decode(encoded)

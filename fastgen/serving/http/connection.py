@@ -14,6 +14,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from fastgen.serving.breaks import BREAKS
 from fastgen.serving.http.errors import error_response
 from fastgen.serving.http.sending import PIECE_BYTES, Flow, send_in_pieces, speak_http_1_0
 from fastgen.serving.http.streaming import Gone
@@ -84,6 +85,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._num_held_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        BREAKS.take()
         super().connection_made(transport)
         self.flow = Flow(transport)
         self._head_since_s = time.monotonic()
@@ -94,6 +96,9 @@ class LimitedConnection(HttpToolsProtocol):
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        BREAKS.take()
+        if self.transport.is_closing():  # what was done in the break has closed it
+            return
         if self._is_one_too_many:  # the request is read first: closing with unread data would cut off the answer
             limit = self._limits.max_connections
             error = OverloadedError(f"{limit} connections are open, no more are taken", retry_after_s=1.0)
@@ -108,6 +113,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._num_idle_bytes = 0 if self._has_progressed else self._num_idle_bytes + len(data)
         if self._num_idle_bytes > _MAX_HEAD_BYTES:
             self._refuse_received(_head_too_large(), "head_size")
+        BREAKS.take_soon()  # after the task that goes on with these bytes
 
     def _parse(self, data: bytes) -> bytes | None:
         """Parses ``data``. Returns what is to be parsed next, if a request offers another protocol.
