@@ -10,8 +10,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-# Breaks follow each other no sooner. Looking for what has come takes some microseconds.
-_EVERY_S = 0.002
+# Breaks follow each other no sooner: an engine hardly reports tokens more often.
+_EVERY_S = 0.005
 
 
 class Breaks:

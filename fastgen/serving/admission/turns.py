@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Generator
 from typing import TypeVar
 
-from fastgen.serving.breaks import BREAKS
-
 Result = TypeVar("Result")
 
 # The next callers wait only after pieces that took longer together.
@@ -91,7 +89,6 @@ class Turns:
             place = self._waiting.popleft()
             if not place.done():  # it is, if its caller was cancelled
                 place.set_result(None)
-                BREAKS.take_soon()
                 num_left -= 1
         loop.call_soon(self._end)
 

@@ -1,0 +1,150 @@
+"""However much there is to do in a turn of the event loop, tokens are handed on within milliseconds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+import uvloop
+import zmq
+
+from fastgen.serving.breaks import BREAKS, Breaks
+from fastgen.serving.engine.messages import Reply, Report, encoder
+from fastgen.serving.engine.supervisor import EngineProcess
+from tests.serving.local_server import Served, check, post
+
+# The shortest time between two breaks.
+EVERY_S = 0.005
+# How long the work takes that is done between breaks.
+WORK_S = 0.001
+
+
+class Worked:
+    """Counts pieces of work between two breaks."""
+
+    def __init__(self) -> None:
+        self.num_since, self.most = 0, 0
+
+    def work(self) -> None:
+        end_s = time.monotonic() + WORK_S
+        while time.monotonic() < end_s:
+            pass
+        self.num_since += 1
+        self.most = max(self.most, self.num_since)
+
+    def take(self) -> None:
+        self.num_since = 0
+
+
+@contextmanager
+def taken_by(taker: Any) -> Iterator[None]:
+    BREAKS.add(taker)
+    try:
+        yield
+    finally:
+        BREAKS.remove(taker)
+
+
+def test_breaks_follow_each_other_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("fastgen.serving.breaks.time.monotonic", lambda: now_s)
+    breaks, taken = Breaks(), list[float]()
+    breaks.add(lambda: taken.append(now_s))
+    for next_s in (100.0, 100.004, 100.006, 100.010, 100.012):
+        now_s = next_s
+        breaks.take()
+    assert taken == [100.0, 100.006, 100.012]
+    now_s = 100.018
+    breaks.taken()
+    now_s = 100.022
+    breaks.take()
+    assert len(taken) == 3, "what had come was taken 4 ms before"
+
+
+def test_many_requests_of_one_turn_have_breaks_between_them() -> None:
+    worked = Worked()
+
+    async def test(server: Served) -> None:
+        inner = server.app.__class__.__call__
+
+        async def work(app: Any, scope: Any, receive: Any, send: Any) -> None:
+            worked.work()
+            await inner(app, scope, receive, send)
+
+        clients = [await server.connect() for _ in range(60)]
+        with pytest.MonkeyPatch.context() as patch, taken_by(worked.take):
+            patch.setattr(server.app.__class__, "__call__", work)
+            for client in clients:
+                client.writer.write(post("/echo", b"small"))
+            for client in clients:
+                assert (await client.response())[0] == 200
+                client.writer.close()
+
+    check(test)
+    assert 0 < worked.most <= EVERY_S / WORK_S + 1
+
+
+def test_a_connection_that_is_closed_in_a_break_takes_no_request() -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        while not server.http.server_state.connections:
+            await asyncio.sleep(0.001)
+
+        def close() -> None:
+            for connection in server.http.server_state.connections:
+                connection.transport.close()
+
+        await asyncio.sleep(2 * EVERY_S)
+        with taken_by(close):
+            client.writer.write(post("/echo", b"small"))
+            with suppress(ConnectionError):
+                assert await client.reader.read() == b""
+        assert server.app.bodies == []
+
+    check(test)
+
+
+class Listener:
+    """Notes what comes from an engine's process."""
+
+    def __init__(self) -> None:
+        self.sent: list[Report | Reply] = []
+        self.num_read = 0
+
+    def engine_sent(self, message: Report | Reply, encoded: bytes) -> None:
+        self.sent.append(message)
+
+    def engine_read(self) -> None:
+        self.num_read += 1
+
+
+def test_what_an_engine_sends_is_taken_in_breaks() -> None:
+    listener: Any = Listener()
+
+    async def test() -> None:
+        process = EngineProcess({}, listener, timeout_s=10.0)
+        process._open_socket()
+        with process._context.socket(zmq.PAIR) as engine:
+            engine.connect(process._address())
+            engine.send(encoder.encode(Report([3, 4], [], [], [], None)))
+            await asyncio.sleep(0.05)
+            assert len(listener.sent) == 1, "the loop takes it where nothing else is to be done"
+            engine.send(encoder.encode(Report([3, 5], [], [], [], None)))
+            end_s = time.monotonic() + 10.0
+            while len(listener.sent) == 1 and time.monotonic() < end_s:  # the loop does not go on meanwhile
+                BREAKS.take()
+            assert [report.tokens for report in listener.sent] == [[3, 4], [3, 5]]
+        process._close_socket()
+        process._context.term()
+        assert process._directory is not None
+        process._directory.remove()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(test())
+    BREAKS._last_s = 0.0
+    BREAKS.take()  # it is no longer asked
+    assert not BREAKS._takers
