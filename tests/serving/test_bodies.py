@@ -7,6 +7,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -201,6 +202,38 @@ def test_a_limit_below_that_of_open_paths_holds_for_them_too() -> None:
         assert (await server.ask(post("/health", bytes(101))))[0] == 413
 
     check(test, ServeOptions(port=0, connections=ConnectionLimits(max_body_bytes=100)))
+
+
+def test_few_requests_are_begun_in_one_turn_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Health checks wait for no other request."""
+    monkeypatch.setattr(guard_module, "_BEGUN_AT_ONCE", 4)
+    begun: Counter[int] = Counter()
+    order: list[str] = []
+
+    async def test(server: Served) -> None:
+        loop_turns, inner = LoopTurns(), server.app.__class__.__call__
+
+        async def note(app: Any, scope: Any, receive: Any, send: Any) -> None:
+            order.append(scope["path"])
+            if scope["path"] == "/echo":
+                begun[loop_turns.number] += 1
+            await inner(app, scope, receive, send)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(server.app.__class__, "__call__", note)
+            clients = [await server.connect() for _ in range(41)]
+            for client in clients[:40]:
+                client.writer.write(post("/echo", b"small"))
+            clients[40].writer.write(post("/health", b""))
+            for client in clients:
+                assert (await client.response())[0] == 200
+                client.writer.close()
+        loop_turns.stop()
+        assert begun.total() == 40
+        assert max(begun.values()) <= 4
+        assert order.index("/health") < 20, "it came last"
+
+    check(test)
 
 
 def test_a_large_body_is_measured_in_several_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

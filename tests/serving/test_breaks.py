@@ -12,6 +12,7 @@ import pytest
 import uvloop
 import zmq
 
+from fastgen.serving.admission.turns import Turns
 from fastgen.serving.breaks import BREAKS, Breaks
 from fastgen.serving.engine.messages import Reply, Report, encoder
 from fastgen.serving.engine.supervisor import EngineProcess
@@ -86,6 +87,22 @@ def test_many_requests_of_one_turn_have_breaks_between_them() -> None:
 
     check(test)
     assert 0 < worked.most <= EVERY_S / WORK_S + 1
+
+
+def test_callers_that_wait_for_one_turn_have_breaks_between_them() -> None:
+    worked, num_at_once = Worked(), 50
+
+    async def caller(turns: Turns) -> None:
+        await turns.wait()
+        worked.work()
+
+    async def test() -> None:
+        turns = Turns(num_at_once)
+        await asyncio.gather(*(caller(turns) for _ in range(2 * num_at_once)))  # the first do not have to wait
+
+    with taken_by(worked.take), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(test())
+    assert worked.most <= num_at_once + EVERY_S / WORK_S + 1
 
 
 def test_a_connection_that_is_closed_in_a_break_takes_no_request() -> None:

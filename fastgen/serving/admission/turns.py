@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Generator
 from typing import TypeVar
 
+from fastgen.serving.breaks import BREAKS
+
 Result = TypeVar("Result")
 
 # The next callers wait only after pieces that took longer together.
@@ -89,6 +91,8 @@ class Turns:
             place = self._waiting.popleft()
             if not place.done():  # it is, if its caller was cancelled
                 place.set_result(None)
+                if self._num_at_once > 1:
+                    BREAKS.take_soon()
                 num_left -= 1
         loop.call_soon(self._end)
 

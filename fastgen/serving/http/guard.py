@@ -41,6 +41,11 @@ from fastgen.serving.refusals import (
 # key itself, and paths that accept another token too.
 OPEN_PATHS = ("/", "/health", "/ready", "/-/healthz", "/ping", "/version", "/terminate")
 OPEN_FOLDER = "/page/"
+# How many requests the event loop begins to answer in one of its turns. Other work waits for the end of the turn. With 4,
+# batches of short requests fill slower, and a tenth of their throughput is lost.
+_BEGUN_AT_ONCE = 32
+# The same for open paths, whose requests wait only for each other, and anybody may send: other requests come first.
+_OPEN_BEGUN_AT_ONCE = 8
 # The most of the event loop's time for parsing bodies, and for parsing large ones. The rest is for tokens of streams
 # and for small requests.
 _SHARE, _SHARE_OF_LARGE = 0.25, 0.125
@@ -60,6 +65,7 @@ class Guard:
         self._app, self._options, self._metrics = app, options, metrics
         self._hosts, self._bodies = Hosts(options), Bodies(options.connections)
         self._receiving = Receiving(options.connections)
+        self._beginning, self._beginning_open = Turns(_BEGUN_AT_ONCE), Turns(_OPEN_BEGUN_AT_ONCE)
         # Of parsing bodies that take milliseconds, and of large ones, which are measured before. Threads would take
         # Python's lock and the processor from the event loop.
         self._turns, self._turns_of_large = Turns(1, share=_SHARE), Turns(1, share=_SHARE_OF_LARGE)
@@ -92,6 +98,7 @@ class Guard:
             await send(message)
 
         is_open = _is_open(scope["path"])
+        await (self._beginning_open if is_open else self._beginning).wait()
         with holding, Body(self._bodies, self._receiving, is_open=is_open) as body:
             try:
                 self._hosts.check(headers.get("host"))
