@@ -41,8 +41,8 @@ from fastgen.serving.refusals import (
 # key itself, and paths that accept another token too.
 OPEN_PATHS = ("/", "/health", "/ready", "/-/healthz", "/ping", "/version", "/terminate")
 OPEN_FOLDER = "/page/"
-# How many requests the event loop begins to answer in one of its turns. Other work waits for the end of the turn. With 4,
-# batches of short requests fill slower, and a tenth of their throughput is lost.
+# How many requests the event loop begins to answer in one of its turns; other work waits for the end of the turn. With
+# 4, batches of short requests fill slower, and a tenth of their throughput is lost.
 _BEGUN_AT_ONCE = 32
 # The same for open paths, whose requests wait only for each other, and anybody may send: other requests come first.
 _OPEN_BEGUN_AT_ONCE = 8
