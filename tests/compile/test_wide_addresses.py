@@ -21,6 +21,7 @@ from fastgen.compile.build.cache import KernelCache
 from fastgen.compile.build.loader import KernelLoader
 from fastgen.compile.build.triton import TritonBuilder
 from fastgen.compile.ops.activation.triton import activation_spec
+from fastgen.compile.ops.attention.tiling import Tiling
 from fastgen.compile.ops.embedding.triton import EmbeddingKernel, RowGatherKernel, embedding_spec, row_gather_spec
 from fastgen.compile.ops.experts.tiling import GroupedTiling
 from fastgen.compile.ops.experts.triton import combine_spec, grouped_linear_spec
@@ -84,11 +85,13 @@ def wide(*size: int, dtype: torch.dtype = torch.float16) -> Tensor:
 # Attention
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("block_size", [4, 64])
-def test_blocks_of_attention(block_size: int) -> None:
+def test_blocks_of_attention(block_size: int, ahead: bool) -> None:
     """A decode and a chunk over a cache of which every other block lies far behind. Their tiles are of keys gathered
-    from several blocks, or in one block; some are computed with a mask, some without."""
-    shape = shape_of(head_dim=64, block_size=block_size, num_kv_heads=1, values_in_keys=True, dtype="fp16")
+    from several blocks, or in one block; some are computed with a mask, some without. Products that are ahead have
+    values of their own."""
+    shape = shape_of(head_dim=64, block_size=block_size, num_kv_heads=1, values_in_keys=not ahead, dtype="fp16")
     num_blocks = WIDE // (block_size * shape.head_dim) + 40
     cache = wide(num_blocks, block_size, 1, shape.head_dim)
     length = 3 * max(block_size, 16) - 1
@@ -96,11 +99,16 @@ def test_blocks_of_attention(block_size: int) -> None:
     far = [num_blocks - 1 - index if index % 2 == 0 else 1 + index for index in range(count)]
     blocks = torch.tensor(far, dtype=torch.int32)
     cache[blocks.long()] = torch.randn(count, block_size, 1, shape.head_dim).half()
+    values = cache
+    if ahead:
+        values = wide(*cache.shape)
+        values[blocks.long()] = torch.randn(count, block_size, 1, shape.head_dim).half()
     num_new = 20
     starts, seq_lens = torch.tensor([0, 1, 1 + num_new]).int(), torch.tensor([length, length]).int()
     q, tables = torch.randn(1 + num_new, 4, 64).half(), blocks.expand(2, count).clone()
-    batch = Batch(q, cache, cache, tables, starts, seq_lens, None, None)
-    found = Subject(Case([(length - 1, 1), (length - num_new, num_new)], shape))(batch)
+    batch = Batch(q, cache, values, tables, starts, seq_lens, None, None)
+    case = Case([(length - 1, 1), (length - num_new, num_new)], shape, chunk=Tiling(32, 16, 4, 1, ahead=ahead))
+    found = Subject(case)(batch)
     assert float((found.float() - reference(batch, shape).float()).abs().max()) <= TOLERANCE["fp16"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Held:
-    """Returns what a server holds when all clients have gone."""
+    """Describes what a server holds when all clients have gone."""
 
     num_files: float
     # The commands of the processes below it, without the numbers in them.
@@ -20,7 +20,7 @@ class Held:
     @classmethod
     def of(cls, num_files: float, pids: list[int]) -> Held:
         """Returns what a server holds that has ``num_files`` open files, and below it the processes ``pids``."""
-        commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in pids]
+        commands = [command for pid in pids if (command := _command(pid))]
         sockets = [Path(word.removeprefix("ipc://")) for words in commands for word in words if word.startswith("ipc:")]
         return cls(
             num_files,
@@ -38,6 +38,14 @@ class Held:
         if self.num_sockets != before.num_sockets:
             found.append(f"there are {self.num_sockets} sockets in place of {before.num_sockets}")
         return found
+
+
+def _command(pid: int) -> list[str]:
+    """Returns the words of a process's command; none if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def shared_memory(pid: int) -> set[str]:

@@ -19,7 +19,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +33,7 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from tests.serving.held import Held, shared_memory, still_there
 from tests.serving.http_client import Answered, BrokenAnswerError, RawClient, ask, get
 from tests.serving.server_process import ServerProcess, served
+from tests.serving.started import started_by
 
 MODEL = "tiny-llama"
 FLAGS = ("--max-num-seqs", "32", "--max-body-bytes", "20000", "--body-timeout", "2", "--write-timeout", "2")
@@ -80,6 +81,8 @@ class Storm:
     # Between the events of streams that were read as they came.
     gaps_s: list[float] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
+    # What the server holds before the clients come, and when they have gone.
+    held: list[Held] = field(default_factory=list)
 
     @property
     def num_right(self) -> int:
@@ -255,27 +258,30 @@ async def until_quiet(address: str) -> dict[str, float]:
 
 
 def children(pid: int) -> list[int]:
-    """Returns the running child processes of ``pid`` that its first thread started: of a server, its engine."""
+    """Returns the running child processes of ``pid`` that its first thread started: of a server, its engine. Its other
+    threads start helpers."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 async def held(server: ServerProcess) -> Held:
     """Returns what ``server`` holds once it is quiet."""
     after = await until_quiet(server.address)
-    return Held.of(after["fastgen_server_process_open_fds"], children(server.process.pid))
+    return Held.of(after["fastgen_server_process_open_fds"], started_by(server.process.pid))
 
 
 async def run_storm(server: ServerProcess, pool: list[Known], *, seconds: float, num_clients: int, seed: int) -> Storm:
     """Runs a storm of ``num_clients`` clients. Adds to ``wrong`` whatever the server has not released."""
     storm = Storm(server.address, pool, random.Random(seed))
     await asyncio.gather(*(ask(server.address, known.body) for known in pool))
-    before, pids = await held(server), children(server.process.pid)
+    storm.held.append(await held(server))
+    pids = children(server.process.pid)
     await storm.run(num_clients, time.monotonic() + seconds)
     after = await until_quiet(server.address)
     for name in ("fastgen_kv_blocks_held", "fastgen_requests_waiting", "fastgen_engine_restarts_total"):
         if after[name]:
             storm.wrong.append(f"{name} is {after[name]:g} when all have gone")
-    storm.wrong += (await held(server)).beyond(before)
+    storm.held.append(await held(server))
+    storm.wrong += storm.held[1].beyond(storm.held[0])
     if children(server.process.pid) != pids:
         storm.wrong.append("a process was started again")
     return storm
@@ -288,6 +294,8 @@ class Kills:
     storm: Storm
     # Seconds from each kill until requests were accepted again.
     ready_s: list[float] = field(default_factory=list)
+    # The named shared memory that engines had mapped when they were killed.
+    mapped: set[str] = field(default_factory=set)
 
 
 async def run_kills(
@@ -298,7 +306,7 @@ async def run_kills(
     """
     kills = Kills(Storm(server.address, pool, random.Random(seed)))
     await asyncio.gather(*(ask(server.address, known.body) for known in pool))
-    before, mapped = await held(server), set[str]()
+    kills.storm.held.append(await held(server))
     is_over = asyncio.Event()
 
     async def client() -> None:
@@ -324,7 +332,7 @@ async def run_kills(
     for _ in range(num_kills):
         await asyncio.sleep(kills.storm.rng.uniform(0.0, most_s))
         (engine,) = children(server.process.pid)
-        mapped |= shared_memory(engine)
+        kills.mapped |= shared_memory(engine)
         killed_s = time.monotonic()
         os.kill(engine, signal.SIGKILL)
         while children(server.process.pid) in ([engine], []):
@@ -344,8 +352,9 @@ async def run_kills(
         kills.storm.wrong.append(f"{after['fastgen_engine_restarts_total']:g} restarts after {num_kills} kills")
     if after["fastgen_kv_blocks_held"]:
         kills.storm.wrong.append("blocks are held when all have gone")
-    kills.storm.wrong += (await held(server)).beyond(before)
-    if left := still_there(mapped):
+    kills.storm.held.append(await held(server))
+    kills.storm.wrong += kills.storm.held[1].beyond(kills.storm.held[0])
+    if left := still_there(kills.mapped):
         kills.storm.wrong.append(f"shared memory of killed engines is left: {sorted(left)}")
     return kills
 
@@ -389,6 +398,7 @@ def main() -> None:
             "errors": dict(storm.errors.most_common(10)),
             "wrong": storm.wrong[:20],
             "gap_ms": {f"p{share:g}": quantile_ms(storm.gaps_s, share / 100) for share in (50, 90, 99)},
+            "held": [asdict(each) for each in storm.held],
         }
         print(json.dumps(found["storm"], indent=1), flush=True)
     write(found, given.output)
@@ -401,6 +411,8 @@ def main() -> None:
             "errors": dict(kills.storm.errors.most_common(10)),
             "wrong": kills.storm.wrong[:20],
             "ready_again_s": [round(seconds, 2) for seconds in kills.ready_s],
+            "held": [asdict(each) for each in kills.storm.held],
+            "shared_memory": sorted(kills.mapped),
         }
         print(json.dumps(found["kills"], indent=1), flush=True)
     write(found, given.output)

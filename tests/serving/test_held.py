@@ -6,11 +6,13 @@ import mmap
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.serving.held import Held, shared_memory, still_there
+from tests.serving.started import started_by
 
 
 def test_shared_memory_that_is_left_is_found() -> None:
@@ -55,3 +57,21 @@ def test_processes_and_sockets_are_those_of_the_commands(tmp_path: Path) -> None
         process.kill()
     assert (found.num_files, found.num_sockets) == (3, 2)
     assert "engine-N" in found.processes[0]
+
+
+def test_what_other_threads_start_counts_too() -> None:
+    program = (
+        "import subprocess, sys, threading\n"
+        "start = lambda: subprocess.Popen([sys.executable, '-c', 'input()'])\n"
+        "threading.Thread(target=start).start()\n"
+        "print(flush=True); input()\n"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        end_s = time.monotonic() + 30.0
+        while not (found := started_by(process.pid, "input()")):
+            assert time.monotonic() < end_s
+        process.communicate(b"\n\n")
+    assert len(found) == 1

@@ -14,9 +14,9 @@ import httpx2
 import pytest
 
 import fastgen
-from tests.serving.replicas.processes import started_by
 from tests.serving.replicas.test_served_replicas import BODY, ENGINE, REPLICA, WAIT_S, text_of, until_ready
 from tests.serving.server_process import ServerProcess, served
+from tests.serving.started import started_by
 
 NUM_KILLS, NUM_REQUESTS, NUM_TOKENS = 10, 100, 120
 

@@ -17,8 +17,8 @@ import pytest
 
 import fastgen
 from fastgen.serving.clients.deployments import deployments
-from tests.serving.replicas.processes import started_by
 from tests.serving.server_process import ServerProcess, served
+from tests.serving.started import started_by
 
 pytestmark = pytest.mark.slow
 WAIT_S = 120.0

@@ -12,9 +12,9 @@ import httpx2
 import pytest
 
 import fastgen
-from tests.serving.replicas.processes import started_by
 from tests.serving.replicas.ray_cluster import RayCluster, joined_machine, ray_cluster
 from tests.serving.server_process import ServerProcess, served
+from tests.serving.started import started_by
 
 SECOND = "127.0.0.2"
 PROMPTS = [[10 + number, 11, 12, 13 + number] for number in range(40)]

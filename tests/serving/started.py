@@ -1,4 +1,4 @@
-"""The processes of a server with replicas, found by their names among those that it started."""
+"""The processes below a server, found by their names among those that it started."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def _children() -> dict[int, list[int]]:
     return children
 
 
-def started_by(pid: int, name: str) -> list[int]:
-    """Returns the descendants of process ``pid`` whose command contains ``name``."""
+def started_by(pid: int, name: str = "") -> list[int]:
+    """Returns the descendants of process ``pid`` whose command contains ``name``, whichever thread started them."""
     children, found, left = _children(), list[int](), [pid]
     while left:
         for child in children.get(left.pop(), ()):
