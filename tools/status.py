@@ -52,6 +52,7 @@ def render(results: Path = RESULTS, template: str = "status.md.j2") -> str:
     environment.filters["kind_of_attack"] = lambda how: how.partition(":")[0]
     return environment.from_string((ROOT / "tools" / template).read_text()).render(
         newest=lambda kind: newest(results, kind),
+        since=lambda kind, first: since(results, kind, first),
         speeds_of=newest_of_each_model(results),
         named=lambda stem: json.loads((results / f"{stem}.json").read_text()),
         build=build,
@@ -76,7 +77,16 @@ def render(results: Path = RESULTS, template: str = "status.md.j2") -> str:
 
 def newest(results: Path, kind: str) -> dict[str, Any]:
     """Returns the last file of a kind, with its ``link`` in the page."""
-    path = files(results, kind)[-1]
+    return _with_link(files(results, kind)[-1])
+
+
+def since(results: Path, kind: str, first: str) -> list[dict[str, Any]]:
+    """Returns the files of a kind from the one with the stem ``first`` on, the newest last, as :func:`newest` does."""
+    paths = files(results, kind)
+    return [_with_link(path) for path in paths[[path.stem for path in paths].index(first) :]]
+
+
+def _with_link(path: Path) -> dict[str, Any]:
     data: dict[str, Any] = json.loads(path.read_text())
     return data | {"link": f"[{path.stem}](../benchmarks/results/{path.name})"}
 
@@ -91,7 +101,7 @@ def newest_of_each_model(results: Path) -> list[dict[str, Any]]:
         models = set(models_of(data)).difference(*map(models_of, found))
         kept = {kind: [each for each in data.get(kind, ()) if each["model"] in models] for kind in _MEASURED}
         if models:
-            found.append(data | kept | {"link": f"[{path.stem}](../benchmarks/results/{path.name})"})
+            found.append(_with_link(path) | kept)
     return found
 
 

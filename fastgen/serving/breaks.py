@@ -10,8 +10,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-# Breaks follow each other no sooner: an engine hardly reports tokens more often.
-_EVERY_S = 0.005
+# Work between two breaks: an engine hardly reports tokens more often.
+_WORK_S = 0.005
 
 
 class Breaks:
@@ -19,8 +19,8 @@ class Breaks:
 
     def __init__(self) -> None:
         self._takers: list[Callable[[], None]] = []
-        # When the last break was, by ``time.monotonic``.
-        self._last_s = 0.0
+        # When the next break may be, by ``time.monotonic``.
+        self._next_s = 0.0
 
     def add(self, taker: Callable[[], None]) -> None:
         """Has ``taker`` called in each break until it is given to :meth:`remove`. It raises nothing."""
@@ -30,15 +30,21 @@ class Breaks:
         self._takers.remove(taker)
 
     def take(self) -> None:
-        """Has a break now, if the last one was long enough ago. The caller is no task: tasks cannot be nested."""
-        if time.monotonic() - self._last_s >= _EVERY_S:
-            self.taken()
-            for taker in self._takers:
-                taker()
+        """Has a break now, if there was enough work since the last one. That is some milliseconds of it, and as much as
+        the break took: where tokens take all the time that there is, other work gets half of it.
 
-    def taken(self) -> None:
-        """Puts the next break off, since all that has come was taken outside a break."""
-        self._last_s = time.monotonic()
+        The caller should be no task. In one, what a taker would let go on goes on later.
+        """
+        if time.monotonic() >= self._next_s:
+            self.take_now()
+
+    def take_now(self) -> None:
+        """Has a break now."""
+        began_s = time.monotonic()
+        for taker in tuple(self._takers):
+            taker()
+        ended_s = time.monotonic()
+        self._next_s = ended_s + max(_WORK_S, ended_s - began_s)
 
     def take_soon(self) -> None:
         """Has a break after what the event loop is to do already, in the same turn where that is possible."""

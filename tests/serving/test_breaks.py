@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvloop
@@ -50,20 +51,57 @@ def taken_by(taker: Any) -> Iterator[None]:
         BREAKS.remove(taker)
 
 
-def test_breaks_follow_each_other_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 100.0
-    monkeypatch.setattr("fastgen.serving.breaks.time.monotonic", lambda: now_s)
-    breaks, taken = Breaks(), list[float]()
-    breaks.add(lambda: taken.append(now_s))
+class Clock:
+    """Plays ``time.monotonic`` for breaks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now_s = 100.0
+        monkeypatch.setattr("fastgen.serving.breaks.time.monotonic", lambda: self.now_s)
+
+
+def test_breaks_follow_each_other_after_some_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, breaks, taken = Clock(monkeypatch), Breaks(), list[float]()
+    breaks.add(lambda: taken.append(clock.now_s))
     for next_s in (100.0, 100.004, 100.006, 100.010, 100.012):
-        now_s = next_s
+        clock.now_s = next_s
         breaks.take()
     assert taken == [100.0, 100.006, 100.012]
-    now_s = 100.018
-    breaks.taken()
-    now_s = 100.022
+    clock.now_s = 100.018
+    breaks.take_now()
+    clock.now_s = 100.022
     breaks.take()
-    assert len(taken) == 3, "what had come was taken 4 ms before"
+    assert len(taken) == 4, "what had come was taken 4 ms before"
+
+
+@pytest.mark.parametrize("takes_s", [0.003, 0.008, 0.05])
+def test_breaks_that_take_long_leave_half_of_the_time(takes_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, breaks = Clock(monkeypatch), Breaks()
+    began_s, break_s = clock.now_s, 0.0
+
+    def taker() -> None:
+        nonlocal break_s
+        clock.now_s += takes_s
+        break_s += takes_s
+
+    breaks.add(taker)
+    while clock.now_s < began_s + 10.0:
+        clock.now_s += 0.0001  # a small piece of work
+        breaks.take()
+    assert 0.2 < break_s / (clock.now_s - began_s) < 0.51
+
+
+def test_all_takers_take_in_a_break_until_they_are_removed() -> None:
+    breaks, taken = Breaks(), list[str]()
+
+    def first() -> None:
+        taken.append("first")
+        breaks.remove(first)
+
+    breaks.add(first)
+    breaks.add(lambda: taken.append("second"))
+    breaks.take_now()
+    breaks.take_now()
+    assert taken == ["first", "second", "second"]
 
 
 def test_many_requests_of_one_turn_have_breaks_between_them() -> None:
@@ -117,9 +155,10 @@ def test_a_connection_that_is_closed_in_a_break_takes_no_request() -> None:
 
         await asyncio.sleep(2 * EVERY_S)
         with taken_by(close):
-            client.writer.write(post("/echo", b"small"))
+            client.writer.write(b"GET /echo HTTP/1.1\r\nhost: localhost\r\n\r\n")
             with suppress(ConnectionError):
                 assert await client.reader.read() == b""
+            await asyncio.sleep(0.05)
         assert server.app.bodies == []
 
     check(test)
@@ -150,11 +189,14 @@ def test_what_an_engine_sends_is_taken_in_breaks() -> None:
             engine.send(encoder.encode(Report([3, 4], [], [], [], None)))
             await asyncio.sleep(0.05)
             assert len(listener.sent) == 1, "the loop takes it where nothing else is to be done"
-            engine.send(encoder.encode(Report([3, 5], [], [], [], None)))
-            end_s = time.monotonic() + 10.0
-            while len(listener.sent) == 1 and time.monotonic() < end_s:  # the loop does not go on meanwhile
-                BREAKS.take()
-            assert [report.tokens for report in listener.sent] == [[3, 4], [3, 5]]
+            for token_id in (5, 6):
+                engine.send(encoder.encode(Report([3, token_id], [], [], [], None)))
+            time.sleep(0.05)  # both are here, and the loop does not go on
+            BREAKS.take()
+            assert [report.tokens for report in listener.sent] == [[3, 4], [3, 5], [3, 6]]
+            engine.send(encoder.encode(Report([3, 7], [], [], [], None)))
+            await asyncio.sleep(0.05)
+            assert len(listener.sent) == 4, "a break leaves the loop's own look as it was"
         process._close_socket()
         process._context.term()
         assert process._directory is not None
@@ -162,6 +204,29 @@ def test_what_an_engine_sends_is_taken_in_breaks() -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(test())
-    BREAKS._last_s = 0.0
-    BREAKS.take()  # it is no longer asked
+    BREAKS.take_now()  # it is no longer asked
+    assert not BREAKS._takers
+
+
+def test_a_socket_that_cannot_be_watched_is_closed() -> None:
+    async def test() -> None:
+        process = EngineProcess({}, cast(Any, Listener()), timeout_s=10.0)
+
+        class Loop:
+            def add_reader(self, *arguments: object) -> None:
+                raise OSError(errno.ENOSPC, "no space left on device")
+
+            def remove_reader(self, descriptor: int) -> None:
+                """Does nothing, as a loop does with a descriptor that it does not watch."""
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("asyncio.get_running_loop", Loop)
+            with pytest.raises(OSError, match="no space"):
+                process._open_socket()
+            process._close_socket()
+        process._context.term()
+        assert process._directory is not None
+        process._directory.remove()
+
+    asyncio.run(test())
     assert not BREAKS._takers

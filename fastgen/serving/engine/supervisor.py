@@ -251,8 +251,8 @@ class EngineProcess:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.bind(self._address())
         self._socket = socket
-        asyncio.get_running_loop().add_reader(socket.fileno(), self._receive)
         BREAKS.add(self._receive)
+        asyncio.get_running_loop().add_reader(socket.fileno(), BREAKS.take_now)
 
     def _close_socket(self) -> None:
         if self._socket is not None:
@@ -278,12 +278,11 @@ class EngineProcess:
         # The descriptor signals changes only, and sending may have consumed a signal.
         if not self._will_receive:
             self._will_receive = True
-            asyncio.get_running_loop().call_soon(self._receive)
+            asyncio.get_running_loop().call_soon(BREAKS.take_now)
 
     def _receive(self) -> None:
         """Takes all messages that have arrived."""
         self._will_receive = False
-        BREAKS.taken()
         while self._socket is not None and has_come(self._socket):
             encoded = self._socket.recv()
             message = to_server.decode(encoded)
