@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import socket
 import ssl
@@ -18,7 +19,9 @@ from fastgen.serving.http.tls import TlsHandshake, tls_context
 from fastgen.serving.options import ConnectionLimits, ServeOptions
 from tests.serving.attacks.connections import idle_connections
 from tests.serving.attacks.harness import Target
+from tests.serving.attacks.storm import target_of
 from tests.serving.local_server import Served, check, post
+from tests.serving.server_process import served
 
 CERTIFICATE = Path(__file__).with_name("tls") / "certificate.pem"  # for 127.0.0.1
 KEY = CERTIFICATE.with_name("key.pem")
@@ -231,3 +234,21 @@ def test_a_handshake_that_is_open_when_the_server_ends_is_cut() -> None:
         await server.until_closed()
 
     check(test, options())
+
+
+def test_a_grpc_client_that_does_not_speak_tls_leaves_no_line(tmp_path: Path) -> None:
+    """gRPC's library writes to standard error itself. If nobody reads that, a flood of such clients stops it."""
+    flags = ("--grpc-port", "0", "--tls-cert", str(CERTIFICATE), "--tls-key", str(KEY))
+    log = tmp_path / "log"
+    with log.open("w") as file, served("tiny-llama", *flags, stderr=file.fileno()) as server:
+        address = target_of(server).grpc
+        host, port = address.rsplit(":", 1)
+        before = log.read_text()
+        for _ in range(3):
+            with socket.create_connection((host, int(port)), 30.0) as client:
+                client.sendall(b"GET / HTTP/1.1\r\n\r\n" * 3)
+                client.settimeout(30.0)
+                with contextlib.suppress(ConnectionError):
+                    while client.recv(4096):
+                        pass
+        assert log.read_text() == before
