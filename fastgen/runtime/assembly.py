@@ -18,7 +18,7 @@ from fastgen.runtime.ranks.decodes import LedDecodes
 from fastgen.runtime.ranks.leading import LeadingForward
 from fastgen.runtime.ranks.part import load_forward, new_inputs, new_model
 from fastgen.runtime.ranks.team import Team
-from fastgen.runtime.sampling.kept_formats import most_kept_bytes
+from fastgen.runtime.sampling.kept_formats import most_in_use, most_kept_bytes
 from fastgen.runtime.sampling.sampler import Sampler
 from fastgen.runtime.sampling.slot_sampler import SlotSampler, slot_sampler
 from fastgen.runtime.sampling.structured_output import Grammars
@@ -110,6 +110,7 @@ def build_engine(
                 vocab_size=spec.vocab_size,
                 eos_token_ids=codec.eos_token_ids,
                 max_bytes=most_kept_bytes(host_bytes),
+                max_in_use=most_in_use(host_bytes),
             )
             if codec.has_tokenizer
             else None

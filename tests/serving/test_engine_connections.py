@@ -345,6 +345,35 @@ def test_a_request_that_is_cancelled_while_its_format_is_compiled_never_begins(p
     assert [each.number for report in process.parent.reports for each in report.refused] == [2]
 
 
+def test_a_request_whose_time_is_over_before_its_format_may_be_used_ends_so(process: Process) -> None:
+    """The format is not compiled for it, and the time that it waited counts."""
+    grammars: Any = _Grammars()
+    grammars.used |= {ResponseFormat("regex", text) for text in "xy"}
+    process.loop._formats = FormatThread(grammars)
+    asked = SamplingParams(max_new_tokens=100, response_format=ResponseFormat("regex", "a"), timeout_s=0.05)
+    process.next_status()
+    process.parent.send(Submit(1, [5], SamplingPacker().pack(asked), True))
+    process.run(lambda: any(report.progress for report in process.parent.reports))
+    (progress,) = [each for report in process.parent.reports for each in report.progress]
+    assert progress.token_ids == []
+    assert progress.end is not None
+    assert progress.end.reason == "timeout"
+    assert not grammars.begun
+
+
+def test_the_time_for_which_a_request_waits_for_its_format_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    asked = SamplingParams(timeout_s=9.0, seed=4, response_format=ResponseFormat("regex", "a"))
+    left = engine_process._with_time_left(asked, 103.5)
+    assert (left.timeout_s, left.seed, left.response_format) == (3.5, 4, asked.response_format)
+    over = engine_process._with_time_left(asked, 99.0)
+    assert over.timeout_s is not None
+    assert 0 < over.timeout_s < 1e-6
+    assert over.response_format is None
+    plain = SamplingParams(timeout_s=9.0)
+    assert engine_process._with_time_left(plain, 103.5) is plain
+
+
 @pytest.mark.parametrize(
     ("has_work", "idle_s", "num_waiting", "waits_s"),
     [

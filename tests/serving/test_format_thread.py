@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from typing import Any
 
 import pytest
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.response_format import ResponseFormat
+from fastgen.runtime.sampling.matcher import CompiledFormat
 from fastgen.serving.engine.formats import FormatThread
 
-FIRST, SECOND = ResponseFormat("regex", "a"), ResponseFormat("regex", "b")
+FIRST, SECOND, THIRD, FOURTH = (ResponseFormat("regex", each) for each in "abcd")
 
 
 class _Grammars:
@@ -19,24 +22,29 @@ class _Grammars:
 
     def __init__(self) -> None:
         self.may_end, self.begun = threading.Event(), list[ResponseFormat]()
-        self.kept: dict[ResponseFormat, str] = {}
+        self.present: dict[ResponseFormat, CompiledFormat] = {}
         self.refused: set[ResponseFormat] = set()
+        self.used: set[ResponseFormat] = set()
+        self.max_in_use = 2
 
     def prepare(self) -> None:
         raise InvalidArgumentError("no library")
 
-    def is_kept(self, response_format: ResponseFormat) -> bool:
-        return response_format in self.kept
+    def kept(self, response_format: ResponseFormat) -> CompiledFormat | None:
+        return self.present.get(response_format)
 
-    def keep(self, response_format: ResponseFormat, compiled: str) -> None:
-        self.kept[response_format] = compiled
+    def keep(self, compiled: CompiledFormat) -> None:
+        self.present[compiled.response_format] = compiled
 
-    def compiled(self, response_format: ResponseFormat) -> str:
+    def in_use(self) -> set[ResponseFormat]:
+        return set(self.used)
+
+    def compiled(self, response_format: ResponseFormat) -> CompiledFormat:
         self.begun.append(response_format)
         assert self.may_end.wait(60)
         if response_format in self.refused:
             raise InvalidArgumentError("refused")
-        return "compiled"
+        return CompiledFormat(response_format, None)
 
 
 @pytest.fixture
@@ -117,13 +125,85 @@ def test_a_cancelled_request_is_forgotten_and_so_is_the_format_that_only_it_had(
     assert SECOND not in grammars.begun
 
 
+def test_a_format_more_than_may_be_in_use_waits_for_one_of_them(thread: FormatThread, grammars: Any) -> None:
+    events: list[str] = []
+    grammars.may_end.set()
+    for number, each in enumerate((FIRST, SECOND, THIRD, FIRST, FOURTH)):
+        # As a request does that runs from then on.
+        def then(each: ResponseFormat = each) -> None:
+            events.append(each.text)
+            grammars.used.add(each)
+
+        thread.when_compiled(number, each, then)
+    proceed_until(thread, events, 3)
+    assert sorted(events) == ["a", "a", "b"]
+    for _ in range(3):
+        thread.proceed()
+    assert grammars.begun == [FIRST, SECOND], "nothing is compiled that may not be used"
+    assert thread.num_waiting == 2
+    grammars.used.remove(SECOND)
+    proceed_until(thread, events, 4)
+    assert events[3:] == ["c"]
+    thread.when_compiled(7, FIRST, lambda: events.append("in use"))
+    assert events[4:] == ["in use"], "it takes no more memory"
+    grammars.used.remove(FIRST)
+    proceed_until(thread, events, 6)
+    assert events[5:] == ["d"]
+
+
+def test_a_format_that_is_kept_waits_behind_others_for_its_use(thread: FormatThread, grammars: Any) -> None:
+    events: list[str] = []
+    grammars.may_end.set()
+    grammars.keep(CompiledFormat(FOURTH, None))
+    grammars.used |= {FIRST, SECOND}
+    for number, each in enumerate((THIRD, FOURTH)):
+        thread.when_compiled(number, each, lambda each=each: events.append(each.text))  # type: ignore[misc]
+    thread.proceed()
+    assert events == []
+    grammars.used.remove(FIRST)
+    proceed_until(thread, events, 1)
+    assert events[0] == "c"
+
+
+def test_a_request_whose_time_is_over_waits_no_longer(thread: FormatThread, grammars: Any) -> None:
+    events: list[str] = []
+    grammars.used |= {FIRST, SECOND}
+    thread.when_compiled(0, THIRD, lambda: events.append("late"), time.monotonic() + 0.05)
+    thread.when_compiled(1, FOURTH, lambda: events.append("never"))
+    thread.proceed()
+    assert events == []
+    proceed_until(thread, events, 1)
+    assert events == ["late"]
+    assert not grammars.begun
+    assert thread.num_waiting == 1
+
+
+def test_a_format_stays_until_the_request_that_waited_for_it_has_it(thread: FormatThread, grammars: Any) -> None:
+    held = None
+
+    def then() -> None:
+        nonlocal held
+        held = gone()
+
+    thread.when_compiled(0, FIRST, lambda: None)
+    thread.when_compiled(1, FIRST, then)
+    grammars.may_end.set()
+    gone = weakref.ref(thread._compiling[FIRST].result(20))
+    thread.proceed(0.0)
+    grammars.present.clear()  # others are kept in place of it
+    thread.proceed()
+    assert held is not None
+    held = None
+    assert gone() is None
+
+
 def test_what_cannot_be_compiled_goes_on_and_fails_with_the_reason_there(thread: FormatThread, grammars: Any) -> None:
     events: list[str] = []
     grammars.refused.add(FIRST)
     thread.when_compiled(0, FIRST, lambda: events.append("asked"))
     grammars.may_end.set()
     proceed_until(thread, events, 1)
-    assert grammars.kept == {}
+    assert grammars.present == {}
 
 
 def test_a_model_that_follows_no_format_has_none_to_wait_for() -> None:

@@ -15,7 +15,7 @@ import typer
 from fastgen.arguments import arguments_of
 from fastgen.cli import app
 from fastgen.runtime.requests import response_format
-from fastgen.runtime.sampling import kept_formats, structured_output
+from fastgen.runtime.sampling import kept_formats, matcher, structured_output
 from fastgen.serving.admission import request_limits
 from fastgen.serving.admission.bodies import MAX_LARGEST_BODIES
 from fastgen.serving.admission.request_memory import GRPC_PARTS
@@ -84,6 +84,8 @@ def test_the_table_of_bounds_without_a_flag_has_their_numbers() -> None:
         "a schema as a text, in characters": [response_format.MAX_CHARACTERS],
         "lexer states of a compiled format": [structured_output._LIMITS["max_lexer_states"]],
         "kept formats": [kept_formats.MAX_KEPT, kept_formats.MOST_BYTES / mib],
+        "formats of open requests": [100 / kept_formats._SHARE_IN_USE, kept_formats.FORMAT_BYTES / mib],
+        "seconds for which steps may leave an answer out, while its masks are computed": [matcher.MAX_LATE_S],
         "compiling a format": isolated(trial, waiting=queue.MAX_WAITING),
         "remembered results of compiling a format": [trial._MAX_KEPT, trial._MAX_REASON],
         "rendering a conversation": isolated(renderer, renderer.MAX_CHARACTERS, waiting=renderer.MAX_WAITING),

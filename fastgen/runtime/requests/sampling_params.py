@@ -253,9 +253,14 @@ def resolve_seed(sampling: SamplingParams) -> SamplingParams:
     """
     if sampling.seed is not None or sampling.greedy:
         return sampling
-    resolved = object.__new__(SamplingParams)  # the fields are checked already, and checks take ten times as long
-    resolved.__dict__.update(vars(sampling), seed=secrets.randbits(64))
-    return resolved
+    return changed(sampling, seed=secrets.randbits(64))
+
+
+def changed(sampling: SamplingParams, **fields: object) -> SamplingParams:
+    """Returns a copy of ``sampling`` with other values of some ``fields``, which are not checked."""
+    copy = object.__new__(SamplingParams)  # the others are checked already, and checks take ten times as long
+    copy.__dict__.update(vars(sampling), **fields)
+    return copy
 
 
 # Keys of a ``generation_config.json`` by which other tokens are chosen, and the values with which they do nothing.

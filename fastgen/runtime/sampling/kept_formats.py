@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
+from weakref import WeakValueDictionary
 
 from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.runtime.sampling.matcher import CompiledFormat
 
 MAX_KEPT = 64
-# A format takes 0.1 to 8 MiB at its start, and up to 60 MiB when its lexer has seen long texts.
+# Most formats take 0.1 to 8 MiB at their start. A repetition of 100,000 takes 37 MiB, and a lexer that has seen long
+# texts 60 MiB.
+FORMAT_BYTES = 60 << 20
 MOST_BYTES = 128 << 20
 _SHARE_OF_MEMORY = 64
+# Formats of open requests may take a 16th of the machine's memory. A few are always served.
+_SHARE_IN_USE, _LEAST_IN_USE = 16, 4
 
 
 def most_kept_bytes(memory_bytes: int) -> int:
@@ -19,14 +24,21 @@ def most_kept_bytes(memory_bytes: int) -> int:
     return min(MOST_BYTES, memory_bytes // _SHARE_OF_MEMORY)
 
 
+def most_in_use(memory_bytes: int) -> int:
+    """Returns how many formats open requests may have at once on a machine with so much memory."""
+    return max(_LEAST_IN_USE, memory_bytes // _SHARE_IN_USE // FORMAT_BYTES)
+
+
 class KeptFormats:
     """Holds the formats that were used most recently, while this process's heap has grown by at most ``max_bytes``
     since :meth:`measure_from_here`. Beyond that the format that was not used for the longest time is dropped first; the
-    most recent one stays, however large it is.
+    most recent one stays, however large it is. A format that open requests use is there as long as they are.
     """
 
     def __init__(self, max_bytes: int = MOST_BYTES) -> None:
         self._formats: OrderedDict[ResponseFormat, CompiledFormat] = OrderedDict()
+        # Those and the ones in use.
+        self._present: WeakValueDictionary[ResponseFormat, CompiledFormat] = WeakValueDictionary()
         self._max_bytes = max_bytes
         self._first_bytes = 0
 
@@ -35,21 +47,29 @@ class KeptFormats:
         self._first_bytes = heap_bytes()
 
     def get(self, response_format: ResponseFormat) -> CompiledFormat | None:
-        """Returns a kept format, which is the most recent one then."""
-        found = self._formats.get(response_format)
+        """Returns a format that is kept or in use; if it is kept, it is the most recent one then."""
+        found = self._present.get(response_format)
         if found is None or found.is_spoiled:
             return None
-        self._formats.move_to_end(response_format)
+        if response_format in self._formats:
+            self._formats.move_to_end(response_format)
         return found
 
-    def keep(self, response_format: ResponseFormat, compiled: CompiledFormat) -> None:
-        """Keeps a format as the most recent one, and drops others if they are too many."""
-        self._formats[response_format] = compiled
-        self._formats.move_to_end(response_format)
+    def in_use(self) -> set[ResponseFormat]:
+        """Returns the formats of open requests."""
+        return {each.response_format for each in self._present.values() if each.users}
+
+    def keep(self, compiled: CompiledFormat) -> None:
+        """Keeps a format as the most recent one, and drops others if they are too many. Those in use are dropped
+        without a look at the heap, which they stay in.
+        """
+        self._present[compiled.response_format] = self._formats[compiled.response_format] = compiled
+        self._formats.move_to_end(compiled.response_format)
         while len(self._formats) > MAX_KEPT:
             self._formats.popitem(last=False)
         while len(self._formats) > 1 and heap_bytes() - self._first_bytes > self._max_bytes:
-            self._formats.popitem(last=False)
+            while len(self._formats) > 1 and self._formats.popitem(last=False)[1].users:
+                pass
 
 
 _MALLINFO = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")

@@ -16,8 +16,10 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakSet
 
 from fastgen.runtime.requests.constraint import Mask
+from fastgen.runtime.requests.response_format import ResponseFormat
 
 MAX_THREADS = 4
 # A step waits for a sequence's next mask only if the last one took at most this much processor time.
@@ -34,6 +36,9 @@ MAX_AWAITED_CPU_S = 0.3
 MAX_TAKEN_CPU_S = 0.1
 MAX_TAKEN_SHARE = 0.1
 SLOW_TAKE_CPU_S = 0.005
+# Seconds for which steps may leave an answer out, all of them together, while its masks are computed. It holds a slot
+# then, which others wait for: the masks of answers in one format are computed one after the other.
+MAX_LATE_S = 30.0
 # Seconds that the engine waits to feed a token to a parser whose lexer computes another mask.
 MAX_TAKE_WAIT_S = 0.002
 # The ``nice`` value of threads whose work no step waits for.
@@ -109,16 +114,20 @@ class CompiledFormat:
     that waits there keeps Python from running. So ``lock`` is held around every call for a copy.
     """
 
-    def __init__(self, start: Any):
-        self.start = start
+    def __init__(self, response_format: ResponseFormat, start: Any):
+        self.response_format, self.start = response_format, start
         self.lock = threading.Lock()
+        # The constraints of requests that have not ended.
+        self.users: WeakSet[Constraint] = WeakSet()
         # Whether the lexer has reached a limit. Then all answers in this format fail, until it is compiled again.
         self.is_spoiled = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Constraint:
-    """A request's compiled format. Each sequence of the request has a :class:`Matcher` of it."""
+    """A request's compiled format. Each sequence of the request has a :class:`Matcher` of it. The format is in use
+    while this object is there.
+    """
 
     format: CompiledFormat
     source: MaskSource
@@ -126,6 +135,9 @@ class Constraint:
     # The tokens that end an answer.
     ending: Mask
     min_new_tokens: int
+
+    def __post_init__(self) -> None:
+        self.format.users.add(self)
 
     def matcher(self) -> Matcher:
         return Matcher(self)
@@ -158,6 +170,9 @@ class Matcher:
         self.is_complete = False
         # Whether the present step leaves the sequence out.
         self.is_late = False
+        # For how long steps have left it out before the present mask, and since when they do, by ``time.monotonic``.
+        self._late_s = 0.0
+        self._late_since_s: float | None = None
 
     def prepare(self) -> None:
         """Starts to compute the mask of the next token on another thread, unless that has started."""
@@ -181,8 +196,30 @@ class Matcher:
         has_come = self._comes_until(self._mask, 0.0 if self._is_slow else deadline_s)
         if not has_come:
             self._mask = self._overdue(self._mask)
+            has_come = self._is_late_for_long()
+        elif self._late_since_s is not None:
+            self._late_s, self._late_since_s = self._all_late_s(), None
         self.is_late = not has_come or self.is_complete
         return not self.is_late
+
+    def _all_late_s(self) -> float:
+        """Returns for how long steps have left the sequence out."""
+        since_s = self._late_since_s
+        return self._late_s + (0.0 if since_s is None else time.monotonic() - since_s)
+
+    def _is_late_for_long(self) -> bool:
+        """Notes that the present step leaves the sequence out. Fails the answer, and returns whether it does, if steps
+        have done so for too long.
+        """
+        if self._late_since_s is None:
+            self._late_since_s = time.monotonic()
+        if self._all_late_s() <= MAX_LATE_S:
+            return False
+        if self._mask is not None:
+            self._mask.cancel()
+        why = f"its tokens waited for more than {MAX_LATE_S:g} s in all; simplify the format, or ask for fewer answers"
+        self._mask = self._fail(TimeoutError(why))
+        return True
 
     def wait(self, timeout_s: float) -> None:
         """Waits for the mask of the next token for at most ``timeout_s`` seconds."""

@@ -35,7 +35,7 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling.finite.emptiness import Emptiness
 from fastgen.runtime.sampling.finite.grammar import finite_grammar
 from fastgen.runtime.sampling.finite.schema import finite_schema
-from fastgen.runtime.sampling.kept_formats import MOST_BYTES, KeptFormats
+from fastgen.runtime.sampling.kept_formats import MAX_KEPT, MOST_BYTES, KeptFormats
 from fastgen.runtime.sampling.large_stack import on_large_stack
 from fastgen.runtime.sampling.matcher import CompiledFormat, Constraint, MaskThreads, message_of
 from fastgen.version import install_command
@@ -61,11 +61,20 @@ class Grammars:
     after :meth:`prepare`.
 
     ``tokenizer`` is transformers' own; ``vocab_size`` is ``V``; ``eos_token_ids`` end an answer where its grammar may
-    end; compiled formats take ``max_bytes``, as :class:`KeptFormats` says. The library is imported and gets the
-    tokenizer when the first format is compiled.
+    end; kept formats take ``max_bytes``, as :class:`KeptFormats` says. A server lets open requests have ``max_in_use``
+    formats at once. The library is imported and gets the tokenizer when the first format is compiled.
     """
 
-    def __init__(self, tokenizer: Any, *, vocab_size: int, eos_token_ids: Iterable[int], max_bytes: int = MOST_BYTES):
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        max_bytes: int = MOST_BYTES,
+        max_in_use: int = MAX_KEPT,
+    ):
+        self.max_in_use = max_in_use
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, frozenset(eos_token_ids)
         self._vocabulary: _Vocabulary | None = None
         self._kept = KeptFormats(max_bytes)
@@ -87,15 +96,20 @@ class Grammars:
         """Returns a compiled format, which is not kept. Raises as :meth:`compile` does."""
         self.prepare()
         assert self._vocabulary is not None
-        return CompiledFormat(on_large_stack(partial(self._vocabulary.compile, response_format)))
+        start = on_large_stack(partial(self._vocabulary.compile, response_format))
+        return CompiledFormat(response_format, start)
 
-    def is_kept(self, response_format: ResponseFormat) -> bool:
-        """Returns whether the format is compiled."""
-        return self._kept.get(response_format) is not None
+    def kept(self, response_format: ResponseFormat) -> CompiledFormat | None:
+        """Returns the compiled format, if it is kept or in use."""
+        return self._kept.get(response_format)
 
-    def keep(self, response_format: ResponseFormat, compiled: CompiledFormat) -> None:
+    def in_use(self) -> set[ResponseFormat]:
+        """Returns the formats of requests that have not ended."""
+        return self._kept.in_use()
+
+    def keep(self, compiled: CompiledFormat) -> None:
         """Keeps a compiled format for later requests."""
-        self._kept.keep(response_format, compiled)
+        self._kept.keep(compiled)
 
     def constraint(self, sampling: SamplingParams) -> Constraint | None:
         """Returns the constraint of each answer to a request with ``sampling``; ``None`` if it has no format."""
@@ -111,7 +125,7 @@ class Grammars:
         found = self._kept.get(response_format)
         if found is None:
             found = self.compiled(response_format)
-            self.keep(response_format, found)
+            self.keep(found)
         return found
 
 

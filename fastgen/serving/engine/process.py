@@ -30,7 +30,7 @@ from fastgen.runtime.answers.generation import Completion, Generation
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.loading import load
-from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.requests.sampling_params import SamplingParams, changed
 from fastgen.runtime.scheduling.policies import make_policy
 from fastgen.runtime.step.faults import cause_of
 from fastgen.serving.engine.connections import Connection, Connections
@@ -71,6 +71,8 @@ PACE_S = 0.005
 # How long requests of a connection are queued before the next step, and those whose formats are compiled: a call may
 # have thousands of prompts.
 _SUBMITTING_S = 0.003
+# A time limit that has passed at the next step.
+_NO_TIME_S = 1e-9
 # The longest sleep of an idle engine while a format is compiled.
 _FORMAT_S = 0.002
 
@@ -246,14 +248,17 @@ class EngineLoop:
         except Exception as error:  # the parameters of one request must not end the others
             self._refuse(connection, message.number, error)
             return
-        then = partial(self._queue, connection, message, sampling)
-        self._formats.when_compiled(message.number, sampling.response_format, then)
+        began_s = time.monotonic()
+        until_s = math.inf if sampling.timeout_s is None else began_s + sampling.timeout_s
+        then = partial(self._queue, connection, message, sampling, until_s)
+        self._formats.when_compiled(message.number, sampling.response_format, then, until_s)
 
-    def _queue(self, connection: Connection, message: Submit, sampling: SamplingParams) -> None:
+    def _queue(self, connection: Connection, message: Submit, sampling: SamplingParams, until_s: float) -> None:
+        """Queues a request that may run until ``until_s`` by ``time.monotonic``."""
         if not connection.is_open:  # it was closed while the format was compiled
             return
         try:
-            generation = self._engine.submit(message.prompt_ids, sampling)
+            generation = self._engine.submit(message.prompt_ids, _with_time_left(sampling, until_s))
         except Exception as error:  # the requests already in the engine are not affected
             self._refuse(connection, message.number, error)
             return
@@ -397,6 +402,18 @@ def main() -> None:
                 _log.critical("the engine ends: %s", error)
                 sys.exit(1)
     end_process()
+
+
+def _with_time_left(sampling: SamplingParams, until_s: float) -> SamplingParams:
+    """Returns the parameters of a request that waited for its format and may run until ``until_s`` by
+    ``time.monotonic``. If that has passed, it ends before its first token, and needs no format.
+    """
+    if sampling.response_format is None or sampling.timeout_s is None:
+        return sampling
+    left_s = until_s - time.monotonic()
+    if left_s > 0:
+        return changed(sampling, timeout_s=left_s)
+    return changed(sampling, timeout_s=_NO_TIME_S, response_format=None)
 
 
 def _with_policy(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import random
 import sys
 import threading
 import time
+import weakref
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from fastgen.runtime.requests.response_format import ResponseFormat, parse_respo
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling import kept_formats, structured_output
 from fastgen.runtime.sampling import matcher as matching
-from fastgen.runtime.sampling.kept_formats import KeptFormats, most_kept_bytes
+from fastgen.runtime.sampling.kept_formats import KeptFormats, most_in_use, most_kept_bytes
 from fastgen.runtime.sampling.matcher import CompiledFormat, Constraint, MaskThreads, Matcher
 from fastgen.runtime.sampling.structured_output import Grammars
 from fastgen.runtime.step import late_masks
@@ -516,6 +517,9 @@ def test_a_low_priority_is_ten_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lowered == [(os.PRIO_PROCESS, 77, 10), (os.PRIO_PROCESS, threading.get_native_id(), 10)]
 
 
+ANY = ResponseFormat("regex", ".*")
+
+
 class _TimedMasks:
     """A vocabulary of 32 tokens and the state of a grammar that always goes on. A mask takes the next of ``lengths_s``
     of a processor clock that shows nothing else."""
@@ -549,8 +553,44 @@ class _TimedMasks:
 def timed(monkeypatch: pytest.MonkeyPatch, lengths_s: list[float]) -> Matcher:
     masks = _TimedMasks(lengths_s)
     monkeypatch.setattr(matching, "time", SimpleNamespace(thread_time=masks.thread_time, monotonic=time.monotonic))
-    constraint = Constraint(CompiledFormat(masks), masks, MaskThreads(), np.zeros(1, np.int32), 0)
+    constraint = Constraint(CompiledFormat(ANY, masks), masks, MaskThreads(), np.zeros(1, np.int32), 0)
     return constraint.matcher()
+
+
+def test_an_answer_that_is_late_for_long_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps leave it out again and again, and others wait for its slot."""
+    now_s, may_go_on = 0.0, threading.Semaphore(0)
+
+    class Slow(_TimedMasks):
+        def next_tokens(self, state: Any) -> tuple[Any, bool]:
+            assert may_go_on.acquire(timeout=60)
+            return super().next_tokens(state)
+
+        def get_error(self) -> str:
+            return ""
+
+    masks = Slow([0.0] * 10)
+    clock = SimpleNamespace(thread_time=lambda: 0.0, monotonic=lambda: now_s)
+    monkeypatch.setattr(matching, "time", clock)
+    late = Constraint(CompiledFormat(ANY, masks), masks, MaskThreads(), np.zeros(1, np.int32), 0).matcher()
+    for first_s in (0.0, 100.0):  # each of two masks takes 14 s
+        now_s = first_s
+        assert not late.is_ready(now_s)
+        now_s = first_s + 9.0
+        assert not late.is_ready(now_s)
+        assert not late.error, "it is late"
+        now_s = first_s + 14.0
+        may_go_on.release()
+        late.wait(60.0)
+        assert late.is_ready(now_s)
+        assert not late.error
+        late.advance(0)
+    now_s = 200.0
+    assert not late.is_ready(now_s)
+    now_s = 200.0 + matching.MAX_LATE_S - 28.0 + 0.5
+    assert late.is_ready(now_s), "there is nothing to wait for"
+    assert "waited for more than 30 s" in late.error
+    may_go_on.release()
 
 
 class _Awaited:
@@ -758,7 +798,7 @@ def test_formats_are_kept_up_to_a_number_of_bytes(tokenizer: Any, monkeypatch: p
         assert each is not None
         grammars.compile(each)
     # The third format found the heap too large, and small enough without the first.
-    assert [each is not None and grammars.is_kept(each) for each in parsed] == [False, True, True, False]
+    assert [each is not None and grammars.kept(each) is not None for each in parsed] == [False, True, True, False]
 
 
 def test_the_last_format_is_kept_however_large_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -768,11 +808,37 @@ def test_the_last_format_is_kept_however_large_it_is(monkeypatch: pytest.MonkeyP
     kept.measure_from_here()
     heap_bytes = 100
     for each in formats[:2]:
-        kept.keep(each, CompiledFormat(None))
+        kept.keep(CompiledFormat(each, None))
     assert all(kept.get(each) for each in formats[:2])
     heap_bytes = 10**6
-    kept.keep(formats[2], CompiledFormat(None))
+    kept.keep(CompiledFormat(formats[2], None))
     assert [kept.get(each) is not None for each in formats] == [False, False, True]
+
+
+def test_a_format_that_is_used_is_there_though_others_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is neither compiled twice, nor does dropping it free anything."""
+    formats, looks = [ResponseFormat("regex", text) for text in "abcd"], list[int]()
+    monkeypatch.setattr(kept_formats, "heap_bytes", lambda: looks.append(1) or 10**6 if kept._formats else 0)
+    kept = KeptFormats(max_bytes=100)
+    kept.measure_from_here()
+    masks = _TimedMasks([])
+    used = [Constraint(CompiledFormat(each, None), masks, MaskThreads(), masks.all_tokens, 0) for each in formats[:2]]
+    for each in used:
+        kept.keep(each.format)
+    looks.clear()
+    kept.keep(CompiledFormat(formats[2], None))
+    assert len(looks) == 1, "what is in use is dropped without another look at the heap"
+    assert [kept.get(each) is not None for each in formats] == [True, True, True, False]
+    assert kept.in_use() == set(formats[:2])
+    used[0].format.is_spoiled = True
+    assert kept.get(formats[0]) is None
+    del each, used
+    assert kept.in_use() == set()
+    assert [kept.get(each) is not None for each in formats] == [False, False, True, False]
+
+
+def test_open_requests_may_have_formats_of_a_16th_part_of_the_memory() -> None:
+    assert [most_in_use(gib << 30) for gib in (1, 24, 256)] == [4, 25, 273]
 
 
 def test_formats_may_take_a_64th_part_of_the_memory_up_to_128_mib() -> None:
@@ -792,7 +858,7 @@ def test_kept_formats_take_no_more_than_they_may(tokenizer: Any) -> None:
         assert each is not None
         grammars.compile(each)
         grown.append(kept_formats.heap_bytes() - before)
-    kept = [each is not None and grammars.is_kept(each) for each in parsed]
+    kept = [each is not None and grammars.kept(each) is not None for each in parsed]
     print(f"grown by {max(grown) / 2**20:.1f} MiB; {sum(kept)} of {len(kept)} kept")
     assert max(grown) < 1.1 * most
     assert 1 < sum(kept) < 0.8 * len(kept)
@@ -831,8 +897,9 @@ def test_the_formats_used_last_are_kept(tokenizer: Any, monkeypatch: pytest.Monk
         assert constraint is not None
         return constraint.format
 
-    first, second = start(0), start(1)
+    first, second = start(0), weakref.ref(start(1))
     assert start(0) is first
+    assert second() is not None
     start(2)
     assert start(0) is first
-    assert start(1) is not second
+    assert second() is None

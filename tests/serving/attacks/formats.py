@@ -87,6 +87,25 @@ async def deep_formats(target: Target, size: int) -> None:
     await _in_turn(target, [deep() for _ in range(size)])
 
 
+async def held_formats(target: Target, size: int) -> None:
+    """Keeps ``size`` streams open, each with a format of its own that takes 37 MiB. The engine must not compile more
+    of them than it has room for.
+    """
+    clients = []
+    try:
+        for _ in range(size):
+            clients.append(client := await RawClient.connect(target.http))
+            held = {"type": "regex", "pattern": f"a{{{95_000 + next(_NUMBERS) % 5000}}}"}
+            body = {"prompt": "a", "max_new_tokens": 400, "stream": True, "response_format": held}
+            client.send(json.dumps(body).encode(), path="/generate")
+            await asyncio.sleep(0.3)  # so that few wait for their trial, and few are refused for it
+        status, _ = await clients[0].head()
+        check_status(status, 200, 429, about=status)
+    finally:
+        for client in clients:
+            client.leave()
+
+
 async def _in_turn(target: Target, formats: list[dict[str, Any]]) -> None:
     for start in range(0, len(formats), _AT_ONCE):
         answers = await asyncio.gather(*(_constrained(target, each) for each in formats[start : start + _AT_ONCE]))
@@ -114,4 +133,5 @@ ATTACKS = {
     "large_formats": Attack(large_formats, 64, 200),
     "wide_formats": Attack(wide_formats, 4, 24),
     "deep_formats": Attack(deep_formats, 4, 24),
+    "held_formats": Attack(held_formats, 6, 60),
 }

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
+from fastgen.runtime.sampling.matcher import MAX_LATE_S
 from tests.serving.attacks.harness import Target, observed
 from tests.serving.attacks.storm import MODULES
+from tests.serving.http_client import RawClient, ask
 from tests.serving.server_process import ServerProcess
 
 ATTACKS = {
@@ -28,7 +31,7 @@ MORE_GROWTH = {
     "unfinished_bodies": 480 << 20,
     # Parsed, the lists take 180 MiB.
     **dict.fromkeys(MODULES["json_bodies"].ATTACKS, 128 << 20),
-    # 128 MiB of formats, two processes that try them, and what the heap does not give back.
+    # 128 MiB of formats, or six that are in use, two processes that try them, and what the heap does not give back.
     **dict.fromkeys([*MODULES["formats"].ATTACKS, "many_prompts"], 450 << 20),
     "many_logprobs": 400 << 20,
     # Of 1.6 GB of answers 256 MiB are kept, one is encoded, and the engine holds another's log-probabilities.
@@ -47,3 +50,22 @@ def test_an_attack_delays_nobody_and_takes_bounded_memory(server: ServerProcess,
     assert max(seen.gaps_s) < MOST_S
     assert max(seen.health_s) < MOST_S
     assert seen.memory_growth < MORE_GROWTH.get(name, MOST_GROWTH)
+
+
+@pytest.mark.slow
+def test_answers_whose_masks_are_slow_leave_their_slots_to_others(server: ServerProcess) -> None:
+    """Masks of one format are computed one after the other, so many answers in it would go on for minutes."""
+
+    async def run() -> None:
+        held = {"type": "regex", "pattern": "a{100123}"}
+        body = {"prompt": "a", "n": 128, "max_new_tokens": 1900, "stream": True, "response_format": held}
+        attacker = await RawClient.connect(server.address)
+        attacker.send(json.dumps(body).encode(), path="/generate")
+        status, _ = await attacker.head()
+        assert status == 200
+        asked = {"model": "tiny-llama", "prompt": "a", "max_tokens": 4}
+        answered = await asyncio.wait_for(ask(server.address, asked), 2 * MAX_LATE_S)
+        assert answered.status == 200
+        attacker.leave()
+
+    asyncio.run(run())
