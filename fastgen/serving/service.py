@@ -16,7 +16,7 @@ from fastgen.models.checkpoint.files import read_json_object
 from fastgen.runtime.requests.outputs import GenerationOutput
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
-from fastgen.runtime.text.tokenizer_checks import has_unknown_patterns
+from fastgen.runtime.text.tokenizer_checks import may_encode_slowly
 from fastgen.runtime.text.tokenizer_loading import import_generic_tokenizer
 from fastgen.serving.admission.admission import Admitted
 from fastgen.serving.admission.request_limits import (
@@ -137,7 +137,7 @@ class Service:
             await asyncio.to_thread(self._templates.processes.start)
             codec.render_chat = self._templates.render
             self._templates.render.queue.on_full = partial(self.metrics.refused, "queued_texts")
-        if has_unknown_patterns(codec.tokenizer):
+        if may_encode_slowly(codec.tokenizer):
             self._encoder = TextEncoder(codec.tokenizer)
             await asyncio.to_thread(self._encoder.processes.start)
             codec.encode_plain, codec.waits_to_encode = self._encoder.encode, True

@@ -1,4 +1,4 @@
-"""Tokenizers with regular expressions of their own encode texts in another process, with limited time."""
+"""Tokenizers that may take long for some texts encode them in another process, with limited time."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fastgen.errors import CheckpointError, InvalidArgumentError
 from fastgen.models.checkpoint.hub import locate
-from fastgen.runtime.text.tokenizer_checks import KNOWN_PATTERNS, check_tokenizer, has_unknown_patterns
+from fastgen.runtime.text.tokenizer_checks import KNOWN_PATTERNS, check_tokenizer, may_encode_slowly
 from fastgen.serving.isolated.encoding.encoder import Encoded, Text, TextEncoder
 from fastgen.serving.isolated.encoding.process import begin
 from tests.fast import cases
@@ -27,10 +28,71 @@ EXPONENTIAL = "(a+)+$|."
 HOSTILE = "a" * 3000
 
 
-def with_pattern(pattern: str) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+VOCABULARY = {"a": 0, "b": 1, "<unk>": 2}
+
+
+def with_parts(
+    model: Any = None, *, normalizer: Any = None, pre_tokenizer: Any = None, added: AddedToken | None = None
+) -> PreTrainedTokenizerFast:
+    tokenizer: Any = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>") if model is None else model)
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
+    if added is not None:
+        tokenizer.add_tokens([added])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def with_pattern(pattern: str) -> PreTrainedTokenizerFast:
+    return with_parts(pre_tokenizer=pre_tokenizers.Split(Regex(pattern), "isolated"))
+
+
+def unigram(longest: int) -> models.Unigram:
+    """Returns a model whose tokens are ``a``, ``aa`` and so on, up to ``longest`` characters."""
+    return models.Unigram([("<unk>", 0.0), *(("a" * size, -float(size)) for size in range(1, longest + 1))], 0, False)
+
+
+def bpe(dropout: float | None = None) -> models.BPE:
+    """Returns a model without a pre-tokenizer whose tokens have up to 4096 characters."""
+    sizes = [1 << power for power in range(13)]
+    vocabulary = {"a" * size: index for index, size in enumerate(sizes)}
+    return models.BPE(
+        vocabulary, [("a" * size, "a" * size) for size in sizes[:-1]], dropout=dropout, byte_fallback=True
+    )
+
+
+def word_piece(longest_word: int) -> models.WordPiece:
+    return models.WordPiece({**VOCABULARY, "##a": 3}, unk_token="<unk>", max_input_chars_per_word=longest_word)
+
+
+SLOW = {
+    "expression": with_pattern(CUBIC),
+    "long tokens of Unigram": with_parts(unigram(1529)),
+    "dropped merges": with_parts(bpe(dropout=0.999)),
+    "long words of WordPiece": with_parts(word_piece(256)),
+    "a long added token": with_parts(added=AddedToken("a" * 1000 + "b")),
+    "an added token that becomes long": with_parts(
+        normalizer=normalizers.Replace("x", "a" * 32), added=AddedToken("xxx", normalized=True)
+    ),
+    "an added token of spaces that takes spaces": with_parts(added=AddedToken(" ", rstrip=True, normalized=False)),
+    "an added token that becomes spaces": with_parts(
+        normalizer=normalizers.Replace("x", " "), added=AddedToken("x", lstrip=True, normalized=True)
+    ),
+    "a long text to replace": with_parts(normalizer=normalizers.Replace("b" * 10_000, "c")),
+    "a long text to split at": with_parts(pre_tokenizer=pre_tokenizers.Split("b" * 10_000, "isolated")),
+    "many rules": with_parts(pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.BertPreTokenizer()] * 100)),
+}
+USUAL = {
+    **{name: AutoTokenizer.from_pretrained(locate(name)) for name in ("tiny-llama", "tiny-mistral", "tiny-opt")},
+    # Of T5, XLM-R and ALBERT.
+    "Unigram": with_parts(unigram(16), pre_tokenizer=pre_tokenizers.Metaspace(), added=AddedToken("<extra_id_0>")),
+    "Unigram with the longest usual tokens": with_parts(unigram(64)),
+    # Of Gemma and Llama 2, which have no pre-tokenizer.
+    "BPE": with_parts(bpe(), normalizer=normalizers.Replace(" ", "▁"), added=AddedToken(" " * 31)),
+    "WordPiece": with_parts(
+        word_piece(100), normalizer=normalizers.BertNormalizer(), pre_tokenizer=pre_tokenizers.BertPreTokenizer()
+    ),
+    # Of RoBERTa and Phi-3.
+    "an added token that takes spaces": with_parts(added=AddedToken("<mask>", lstrip=True, rstrip=True)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +102,31 @@ def cubic() -> Iterator[TextEncoder]:
     encoder.processes.close()
 
 
+@pytest.mark.parametrize("name", SLOW)
+def test_a_tokenizer_that_may_take_long_is_told(name: str) -> None:
+    check_tokenizer(SLOW[name])
+    assert may_encode_slowly(SLOW[name])
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_a_usual_tokenizer_encodes_in_the_process_of_the_server(name: str) -> None:
+    check_tokenizer(USUAL[name])
+    assert not may_encode_slowly(USUAL[name])
+
+
 def test_which_tokenizers_have_patterns_of_their_own() -> None:
-    assert has_unknown_patterns(with_pattern(CUBIC))
-    assert not any(has_unknown_patterns(with_pattern(pattern)) for pattern in KNOWN_PATTERNS)
-    assert not has_unknown_patterns(AutoTokenizer.from_pretrained(locate("tiny-llama")))
-    assert not has_unknown_patterns(None)
-    tokenizer = with_pattern(" {2,}")
+    assert not any(may_encode_slowly(with_pattern(pattern)) for pattern in KNOWN_PATTERNS)
+    assert not may_encode_slowly(None)
     inner = normalizers.Replace(Regex("(x+)+y"), "")
-    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), inner])
-    assert has_unknown_patterns(tokenizer)
+    assert may_encode_slowly(with_parts(normalizer=normalizers.Sequence([normalizers.NFC(), inner])))
+
+
+def test_a_model_of_an_unknown_type_may_take_long() -> None:
+    backend = SimpleNamespace(
+        to_str=lambda: '{"normalizer": null, "pre_tokenizer": null, "added_tokens": [], "model": {"type": "New"}}',
+        normalizer=None,
+    )
+    assert may_encode_slowly(SimpleNamespace(backend_tokenizer=backend))
 
 
 def test_a_decoder_with_a_pattern_is_refused() -> None:
@@ -92,6 +170,16 @@ def test_ctrl_c_in_a_terminal_does_not_end_the_process(cubic: TextEncoder) -> No
         os.kill(process.pid, signal.SIGINT)
     assert cubic.encode("ba", True) == [1, 0]
     assert cubic.processes._processes == before
+
+
+def test_long_tokens_of_unigram_take_no_more_than_the_limit() -> None:
+    encoder = TextEncoder(SLOW["long tokens of Unigram"])
+    try:
+        with pytest.raises(InvalidArgumentError, match="more than 2 s of processor time"):
+            encoder.encode("a" * 100_000, True)
+        assert encoder.encode("aaa", True) == [3]
+    finally:
+        encoder.processes.close()
 
 
 def test_a_text_that_takes_too_long_is_refused_and_the_next_is_encoded(cubic: TextEncoder) -> None:

@@ -146,7 +146,7 @@ def test_what_may_take_too_long_is_done_by_processes_that_end_with_the_service(
         raise HelperEndedError(-signal.SIGPROF)
 
     monkeypatch.setattr(service.engine, "start", start)
-    monkeypatch.setattr("fastgen.serving.service.has_unknown_patterns", lambda tokenizer: True)
+    monkeypatch.setattr("fastgen.serving.service.may_encode_slowly", lambda tokenizer: True)
     monkeypatch.setattr(HelperProcesses, "ask", ask)
     monkeypatch.setattr(HelperProcesses, "start", lambda processes: begun.append(processes._command[-1]))
     monkeypatch.setattr(HelperProcesses, "close", lambda processes: ended.append(processes._command[-1]))

@@ -2,9 +2,10 @@
 
 A tokenizer is data, but its rules may rewrite a text again and again: six rules that write sixteen letters for one make
 16 million letters of one. Other parts may put a million ids around a text, or look at every part of a long word. That
-costs time and memory of the process that reads the text, so such a tokenizer is refused when it is loaded. The time of
-a regular expression may grow with a high power of the text's length; which tokenizers have expressions that are not
-known is said here, and a server encodes texts by them in another process.
+costs time and memory of the process that reads the text, so such a tokenizer is refused when it is loaded. Others may
+take long for some texts: the time of a regular expression may grow with a high power of the text's length, and the time
+of long tokens with the product of both lengths. :func:`may_encode_slowly` tells which, and a server encodes texts by
+them in another process.
 """
 
 from __future__ import annotations
@@ -27,12 +28,23 @@ MAX_ADDED_CHARACTERS = 1024
 MAX_ADDED_IDS = 1024
 # Most rules of one part, since each looks at the whole text.
 MAX_RULES = 256
+# Most rules of a decoder, since each looks at every token of an answer, in the server's own process.
+MAX_DECODER_RULES = 16
 # Most characters in the text of one token.
 MAX_TOKEN_CHARACTERS = 4096
 # Most characters of a word that WordPiece splits, in a time that grows with their third power. BERT's has 100.
 MAX_WORD_CHARACTERS = 256
 # Most characters in what a model writes before or behind each part of a word, such as "##" or "</w>".
 MAX_AFFIX_CHARACTERS = 64
+# A tokenizer beyond one of the next three may encode slowly. Those of Llama, GPT-2, Gemma, T5 and BERT are within them.
+#
+# Characters of a token of Unigram, of an added token, and of a text that a rule looks for: at each place of a text they
+# may be compared up to their last character.
+LONG_CHARACTERS = 64
+# Rules of a normalizer or a pre-tokenizer.
+MANY_RULES = 32
+# Characters of a word that WordPiece splits.
+LONG_WORD_CHARACTERS = 100
 _CONTRACTIONS = r"'s|'t|'re|'ve|'m|'ll|'d"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -71,7 +83,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 def _check_part(name: str, rules: Mapping[str, Any]) -> None:
     its = f"the {name} of its tokenizer"
-    _check_at_most(f"{its} has {{}} rules", sum(1 for _ in _each(rules)), MAX_RULES)
+    _check_at_most(f"{its} has {{}} rules", _num_rules(rules), MAX_DECODER_RULES if name == "decoder" else MAX_RULES)
     if name == "post_processor":
         copies, ids = added_around(rules)
         _check_at_most(f"{its} repeats a text {{}} times", copies, 1)
@@ -89,15 +101,51 @@ def _check_at_most(what: str, found: int, most: int) -> None:
         raise CheckpointError(f"{what.format(found)}; at most {most} are taken")
 
 
-def has_unknown_patterns(tokenizer: Any) -> bool:
-    """Returns whether ``tokenizer`` has regular expressions that are not among ``KNOWN_PATTERNS``."""
+def may_encode_slowly(tokenizer: Any) -> bool:
+    """Returns whether ``tokenizer``, one that :func:`check_tokenizer` takes, may encode some texts far more slowly than
+    common tokenizers do.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    return backend is not None and not KNOWN_PATTERNS.issuperset(_patterns(json.loads(backend.to_str())))
+    if backend is None:
+        return False
+    rules = json.loads(backend.to_str())
+    return (
+        not KNOWN_PATTERNS.issuperset(_patterns(rules))
+        or any(len(text) > LONG_CHARACTERS for text in _patterns(rules, "String"))
+        or any(_num_rules(rules[name] or {}) > MANY_RULES for name in ("normalizer", "pre_tokenizer"))
+        or _may_model_be_slow(rules["model"])
+        or any(_may_added_token_be_slow(token, backend.normalizer) for token in rules["added_tokens"])
+    )
 
 
-def _patterns(rules: Any) -> Iterator[str]:
-    """Yields the regular expressions anywhere in ``rules``, a tokenizer or a part of one as JSON, except in its model's
-    vocabulary.
+def _may_model_be_slow(model: Mapping[str, Any]) -> bool:
+    """Returns whether ``model``, as JSON, may split some texts slowly."""
+    match model["type"]:
+        case "WordLevel":
+            return False
+        case "BPE":  # the merges that are dropped are tried again after each that is not
+            return bool(model["dropout"])
+        case "WordPiece":
+            return bool(model["max_input_chars_per_word"] > LONG_WORD_CHARACTERS)
+        case "Unigram":
+            return any(len(token) > LONG_CHARACTERS for token, _ in model["vocab"])
+    return True
+
+
+def _may_added_token_be_slow(token: Mapping[str, Any], normalizer: Any) -> bool:
+    """Returns whether some texts are searched slowly for ``token``. One that takes the spaces beside it looks at all of
+    them each time it is found, so it must not be of spaces itself.
+    """
+    spellings = [token["content"]]
+    if token["normalized"] and normalizer is not None:
+        spellings.append(normalizer.normalize_str(token["content"]))
+    takes_spaces = token["lstrip"] or token["rstrip"]
+    return any(len(each) > LONG_CHARACTERS or (takes_spaces and each.isspace()) for each in spellings)
+
+
+def _patterns(rules: Any, kind: str = "Regex") -> Iterator[str]:
+    """Yields the patterns of a ``kind`` anywhere in ``rules``, a tokenizer or a part of one as JSON, except in its
+    model's vocabulary. The other kind, ``String``, are texts.
     """
     stack = [rules]
     while stack:
@@ -105,7 +153,7 @@ def _patterns(rules: Any) -> Iterator[str]:
         if isinstance(part, list):
             stack += part
         elif isinstance(part, dict):
-            if isinstance(pattern := part.get("Regex"), str):
+            if isinstance(pattern := part.get(kind), str):
                 yield pattern
             stack += [value for name, value in part.items() if name != "model"]
 
@@ -140,6 +188,10 @@ def added_around(rules: Mapping[str, Any]) -> tuple[int, int]:
             case "BertProcessing" | "RobertaProcessing":
                 ids += 2
     return copies, ids
+
+
+def _num_rules(rules: Mapping[str, Any]) -> int:
+    return sum(1 for _ in _each(rules))
 
 
 def _each(rules: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

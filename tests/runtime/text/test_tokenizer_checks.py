@@ -106,6 +106,10 @@ S = {"SpecialToken": {"id": "<s>", "type_id": 0}}
             "pre_tokenizer of .* may make 64 characters of one; at most 32",
         ),
         (
+            {"decoder": decoders.Sequence([decoders.Replace("a", "a")] * 16)},
+            "decoder of .* has 17 rules; at most 16 are taken",
+        ),
+        (
             {"decoder": decoders.Sequence([decoders.BPEDecoder("")] * 6)},
             "decoder of .* may make 64 characters of one; at most 32",
         ),

@@ -1,1 +1,1 @@
-"""Texts encoded by tokenizers with regular expressions of their own, with limited time and memory."""
+"""Texts encoded by tokenizers that may take long for some of them, with limited time and memory."""

@@ -36,9 +36,9 @@ class Encoded(msgspec.Struct, array_like=True):
 class TextEncoder:
     """Encodes texts as ``tokenizer`` does, a fast one of transformers.
 
-    The time that a regular expression takes may grow with a high power of the text's length, and it cannot be stopped.
-    So a tokenizer with expressions that are not known runs in a process that is ended if it takes too long or too much
-    memory. May be used from several threads.
+    The time may grow with a high power of the text's length, and encoding cannot be stopped. So a tokenizer that may
+    encode slowly runs in a process that is ended if it takes too long or too much memory. May be used from several
+    threads.
     """
 
     def __init__(self, tokenizer: Any):
