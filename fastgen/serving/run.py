@@ -102,10 +102,11 @@ async def _run(
     listener = (bind_shared if is_shared else listen)(options.host, options.port)
     if is_shared and options.grpc_port:  # gRPC listens there later, and a port that is taken is to be found now
         bind_shared(options.host, options.grpc_port).close()
-    warn_if_open(options)
+    bound: str = listener.getsockname()[0]
+    warn_if_open(options, bound)
     app = create_app(service, options)
     app.include_router(terminate_routes(ending))
-    http = HttpServer(app, options, service.metrics)
+    http = HttpServer(app, options, service.metrics, bound)
     by_grpc = GrpcServer(service, options, ending, is_shared=is_shared)
     serving: asyncio.Task[None] | None = None
 

@@ -106,7 +106,7 @@ class Client:
 async def serving(options: ServeOptions) -> AsyncIterator[Served]:
     app, metrics = Application(), ServerMetrics(lambda: True)
     listener = listen(options.host, options.port)
-    http = HttpServer(app, options, metrics)
+    http = HttpServer(app, options, metrics, listener.getsockname()[0])
     tasks = [asyncio.create_task(http.serve_at(listener))]
     tasks.append(asyncio.create_task(close_slow(http.server_state, options.connections)))
     try:

@@ -645,7 +645,7 @@ def test_a_client_that_goes_with_requests_still_queued_on_its_connection_ends_th
         waits = asyncio.Event()
         options = ServeOptions(port=0)
         listener = listen(options.host, options.port)
-        http = HttpServer(app, options, ServerMetrics(lambda: True))
+        http = HttpServer(app, options, ServerMetrics(lambda: True), listener.getsockname()[0])
         serving = asyncio.create_task(http.serve_at(listener))
         async with asyncio.timeout(WAIT_S):
             _, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])

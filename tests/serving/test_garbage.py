@@ -171,7 +171,7 @@ def test_no_collection_comes_before_a_large_body_is_answered() -> None:
         note("sent")
 
     async def run() -> None:
-        guarded = httpx2.ASGITransport(app=Guard(app, ServeOptions(), ServerMetrics(lambda: True)))
+        guarded = httpx2.ASGITransport(app=Guard(app, ServeOptions(), ServerMetrics(lambda: True), "127.0.0.1"))
         async with httpx2.AsyncClient(transport=guarded, base_url="http://localhost") as client:
             for path, size in (("/200", QUICK_BYTES), ("/200", QUICK_BYTES + 1), ("/400", QUICK_BYTES + 1)):
                 await client.post(path, content=b" " * size)

@@ -10,7 +10,8 @@ import pytest
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.api_keys import ApiKeys
 from fastgen.serving.http.connection import LimitedConnection
-from fastgen.serving.http.hosts import is_loopback, warn_if_open
+from fastgen.serving.http.hosts import warn_if_open
+from fastgen.serving.http.server import listen
 from fastgen.serving.options import ServeOptions
 from tests.serving.local_server import Served, check, error_of, post
 
@@ -163,29 +164,39 @@ def test_a_host_that_is_no_name_is_refused(host: str) -> None:
         ServeOptions(allow_hosts=("b.example", host))
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "localhost", "::1"])
-def test_addresses_that_only_this_machine_reaches(host: str) -> None:
-    assert is_loopback(host)
+SPELLINGS = ["127.0.0.1", "localhost", "127.1", "0x7f.1", "2130706433"]
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "", "models.example.org"])
-def test_addresses_that_others_reach(host: str) -> None:
-    assert not is_loopback(host)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_hosts_are_checked_at_every_spelling_of_a_loopback_address(spelling: str) -> None:
+    async def test(server: Served) -> None:
+        assert (await server.ask(get("/echo", "attacker.example")))[0] == 403
+        assert (await server.ask(get("/echo", f"{spelling}:{server.port}")))[0] == 200
+
+    check(test, ServeOptions(port=0, host=spelling))
+
+
+@pytest.mark.parametrize("spelling", [*SPELLINGS, "::1", "127.8.0.1"])
+def test_a_server_that_only_this_machine_reaches_does_not_warn(spelling: str, caplog: pytest.LogCaptureFixture) -> None:
+    with listen(spelling, 0) as listener:
+        warn_if_open(ServeOptions(host=spelling), listener.getsockname()[0])
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
-    ("options", "is_open"),
+    ("options", "address", "is_open"),
     [
-        (ServeOptions(host="0.0.0.0"), True),
-        (ServeOptions(host="10.0.0.7"), True),
-        (ServeOptions(host="0.0.0.0", api_keys=ApiKeys(("right",))), False),
-        (ServeOptions(), False),
+        (ServeOptions(host="0.0.0.0"), "0.0.0.0", True),
+        (ServeOptions(host=""), "0.0.0.0", True),
+        (ServeOptions(host="::"), "::", True),
+        (ServeOptions(host="models.example.org"), "10.0.0.7", True),
+        (ServeOptions(host="0.0.0.0", api_keys=ApiKeys(("right",))), "0.0.0.0", False),
     ],
 )
 def test_a_server_that_other_machines_may_use_without_a_key_warns(
-    options: ServeOptions, is_open: bool, caplog: pytest.LogCaptureFixture
+    options: ServeOptions, address: str, is_open: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_if_open(options)
+    warn_if_open(options, address)
     logged = [record.getMessage() for record in caplog.records]
     assert len(logged) == is_open
     assert all("no API key" in line and options.host in line for line in logged)

@@ -116,7 +116,7 @@ def test_a_parsed_body_is_free_once_it_is_answered(body: bytes) -> None:
 
     async def noted(scope: Any, receive: Any, send: Any) -> None:
         scopes.append(scope)
-        await Guard(app, ServeOptions(), ServerMetrics(lambda: True))(scope, receive, send)
+        await Guard(app, ServeOptions(), ServerMetrics(lambda: True), "127.0.0.1")(scope, receive, send)
 
     async def run() -> None:
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=noted), base_url="http://localhost") as client:

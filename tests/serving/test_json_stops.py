@@ -94,7 +94,7 @@ def app() -> Any:
     service: Any = ScriptedService(codec, lambda prompt_ids, sampling: ([5], "length"))
     app = application(service)
     app.include_router(generate_routes(service))
-    return Guard(app, ServeOptions(), ServerMetrics(lambda: True))
+    return Guard(app, ServeOptions(), ServerMetrics(lambda: True), "127.0.0.1")
 
 
 @pytest.mark.parametrize(("path", "kind"), cases(itertools.product(PATHS, BODIES), fast=ONCE))

@@ -51,7 +51,7 @@ def test_the_engine_is_told_of_the_session_the_id_and_the_arrival_of_a_request(
     service = Told(scripted_codec(), lambda prompt_ids, sampling: ([5], "stop"))
     app: Any = application(service)
     app.include_router(generate_routes(service))  # type: ignore[arg-type]
-    guard = Guard(app, ServeOptions(), ServerMetrics(lambda: True))
+    guard = Guard(app, ServeOptions(), ServerMetrics(lambda: True), "127.0.0.1")
     headers = {"x-request-id": "my-own"} | ({"x-session-id": header} if header else {})
 
     async def run() -> httpx2.Response:

@@ -253,7 +253,7 @@ def test_the_log_of_requests_says_why_one_was_refused(
 ) -> None:
     queue = set_up_logging("json")
     service = ScriptedService(scripted_codec(), lambda prompt_ids, sampling: ([5], "stop"))
-    app = Guard(application(service), ServeOptions(log_requests=True), ServerMetrics(lambda: True))
+    app = Guard(application(service), ServeOptions(log_requests=True), ServerMetrics(lambda: True), "127.0.0.1")
 
     async def run() -> httpx2.Response:
         transport = httpx2.ASGITransport(app=app)

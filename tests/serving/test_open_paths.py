@@ -57,7 +57,7 @@ def app(service: Service) -> FastAPI:
 
 def ask(app: FastAPI, service: Service, method: str, path: str, key: str | None = None) -> int:
     """Returns the status of an answer to an empty request."""
-    guard = Guard(app, ServeOptions(api_keys=ApiKeys([KEY])), service.metrics)
+    guard = Guard(app, ServeOptions(api_keys=ApiKeys([KEY])), service.metrics, "127.0.0.1")
     statuses: list[int] = []
 
     async def receive() -> dict[str, Any]:

@@ -139,7 +139,7 @@ def test_files_are_for_all_and_the_live_view_for_those_with_a_key() -> None:
     async def run() -> None:
         service = Service({"model": "tiny-llama"})  # it is never started
         options = ServeOptions(api_keys=ApiKeys(["the key"]))
-        app = Guard(create_app(service, options), options, service.metrics)
+        app = Guard(create_app(service, options), options, service.metrics, "127.0.0.1")
         try:
             assert await answer(app, "/") == (200, FILES["index.html"].encode())
             assert await answer(app, "/page/app.js") == (200, FILES["app.js"].encode())

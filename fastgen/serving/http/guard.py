@@ -58,12 +58,12 @@ class Guard:
 
     It puts the request's id in ``request.state.request_id`` and in the header ``x-request-id`` of the answer. The
     application receives the body in one piece; ``request.state.arrived_s`` is when it was complete, by
-    ``time.monotonic``. ``metrics`` counts the answers.
+    ``time.monotonic``. ``metrics`` counts the answers. ``address`` is the one that the server listens at.
     """
 
-    def __init__(self, app: ASGIApp, options: ServeOptions, metrics: ServerMetrics):
+    def __init__(self, app: ASGIApp, options: ServeOptions, metrics: ServerMetrics, address: str):
         self._app, self._options, self._metrics = app, options, metrics
-        self._hosts, self._bodies = Hosts(options), Bodies(options.connections)
+        self._hosts, self._bodies = Hosts(options, address), Bodies(options.connections)
         self._receiving = Receiving(options.connections)
         self._beginning, self._beginning_open = Turns(_BEGUN_AT_ONCE), Turns(_OPEN_BEGUN_AT_ONCE)
         # Of parsing bodies that take milliseconds, and of large ones, which are measured before. Threads would take

@@ -21,12 +21,14 @@ _HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(?::\d*)?")
 class Hosts:
     """Checks the ``Host`` field of requests: if ``--allow-host`` is given, and without API keys on a loopback address.
 
-    ``localhost`` and addresses in numbers are always taken, since no page of another machine can have such a name.
+    ``address`` is the one that the server listens at, in numbers: ``options.host`` has many spellings of it.
+    ``localhost`` and addresses in numbers are always taken, since no page of another machine can have such a name, and
+    so is ``options.host``.
     """
 
-    def __init__(self, options: ServeOptions):
-        self._names = {name.lower() for name in options.allow_hosts}
-        is_checked = bool(self._names) or (not options.api_keys and is_loopback(options.host))
+    def __init__(self, options: ServeOptions, address: str):
+        self._names = {name.lower() for name in (*options.allow_hosts, options.host) if name}
+        is_checked = bool(options.allow_hosts) or (not options.api_keys and _is_loopback(address))
         self._is_checked = is_checked and "*" not in self._names
 
     def check(self, host: str | None) -> None:
@@ -41,9 +43,9 @@ class Hosts:
             )
 
 
-def warn_if_open(options: ServeOptions) -> None:
-    """Logs a warning if other machines may use the server without a key."""
-    if not options.api_keys and not is_loopback(options.host):
+def warn_if_open(options: ServeOptions, address: str) -> None:
+    """Logs a warning if other machines may use the server that listens at ``address`` without a key."""
+    if not options.api_keys and not _is_loopback(address):
         _log.warning(
             "there is no API key, so every machine that reaches %s may use this server; --api-key-file FILE or %s sets "
             "one",
@@ -52,9 +54,9 @@ def warn_if_open(options: ServeOptions) -> None:
         )
 
 
-def is_loopback(host: str) -> bool:
-    """Returns whether only programs on this machine reach the address ``host``, as far as its text tells."""
-    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+def _is_loopback(address: str) -> bool:
+    """Returns whether only programs on this machine reach ``address``, which is in numbers."""
+    return ipaddress.ip_address(address).is_loopback
 
 
 def _is_here(name: str) -> bool:

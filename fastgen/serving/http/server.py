@@ -31,13 +31,14 @@ _CLOSE = (b"connection", b"close")
 
 
 class HttpServer(uvicorn.Server):
-    """Serves ``app`` to the clients that ``options`` admit, and counts the answers in ``metrics``.
+    """Serves ``app`` at ``address`` to the clients that ``options`` admit, and counts the answers in ``metrics``.
 
-    It does not handle signals. Raises ``InvalidArgumentError`` if TLS cannot be set up.
+    The address is that of the listening socket, in numbers. The server does not handle signals. Raises
+    ``InvalidArgumentError`` if TLS cannot be set up.
     """
 
-    def __init__(self, app: ASGIApp, options: ServeOptions, metrics: ServerMetrics):
-        self._guard = Guard(app, options, metrics)
+    def __init__(self, app: ASGIApp, options: ServeOptions, metrics: ServerMetrics, address: str):
+        self._guard = Guard(app, options, metrics, address)
         super().__init__(_config(self._guard, options, metrics))
         metrics.connections.set_function(lambda: len(self.server_state.connections))
 

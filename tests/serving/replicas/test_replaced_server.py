@@ -160,8 +160,8 @@ def test_a_new_server_gets_connections_once_it_is_ready_and_all_once_the_old_one
 def test_a_server_whose_engine_is_given_up_ends_with_the_reason(
     no_model: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warned: list[ServeOptions] = []
-    monkeypatch.setattr(run, "warn_if_open", warned.append)
+    warned: list[tuple[ServeOptions, str]] = []
+    monkeypatch.setattr(run, "warn_if_open", lambda *given: warned.append(given))
 
     async def test() -> None:
         given_up = asyncio.Event()
@@ -181,7 +181,7 @@ def test_a_server_whose_engine_is_given_up_ends_with_the_reason(
                 given_up.set()
                 with pytest.raises(FastgenError, match=r"^the engine did not start 3 times in a row$"):
                     await server.running
-        assert [options.port for options in warned] == [port]
+        assert [(options.port, address) for options, address in warned] == [(port, HOST)]
 
     on_uvloop(test())
 
