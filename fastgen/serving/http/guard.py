@@ -190,9 +190,11 @@ def _check_site(headers: Headers, options: ServeOptions) -> None:
 
 
 def _check_encoding(headers: Headers) -> None:
-    """Raises ``UnsupportedMediaError`` for a compressed body: a small one could become very large."""
-    encoding = headers.get("content-encoding", "identity")
-    if encoding.strip().lower() not in ("identity", ""):
+    """Raises ``UnsupportedMediaError`` for a compressed body: a small one could become very large. Several fields are
+    one list of codings.
+    """
+    encoding = ", ".join(headers.getlist("content-encoding"))
+    if any(coding.strip().lower() not in ("identity", "") for coding in encoding.split(",")):
         raise UnsupportedMediaError(f"content-encoding {encoding[:200]!r} is not read here: send the body as it is")
 
 
