@@ -131,6 +131,32 @@ def test_a_server_without_keys_answers_for_this_machine_alone(host: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("url", "host", "status"),
+    [
+        ("http://attacker.example/echo", "localhost", 403),
+        ("HTTP://attacker.example:80", "localhost", 403),
+        ("http://localhost@attacker.example/echo", "localhost", 403),
+        ("https://attacker.example?localhost", "localhost", 403),
+        ("other://attacker.example/echo", "localhost", 403),
+        ("other://attacker.example", "localhost", 403),
+        ("http://localhost:8000/echo", "attacker.example", 200),
+        ("http://127.0.0.1/echo", "localhost", 200),
+        ("http://[::1]:8000/echo", "localhost", 200),
+    ],
+)
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+def test_the_host_of_an_absolute_url_counts(url: str, host: str, status: int, version: str) -> None:
+    async def test(server: Served) -> None:
+        client = await server.connect()
+        client.writer.write(get(url, *([host] if version == "1.1" else []), version=version))
+        answer = await client.reader.readuntil(b"\r\n\r\n")
+        assert int(answer.split()[1]) == status
+        client.writer.close()
+
+    check(test)
+
+
+@pytest.mark.parametrize(
     ("options", "answered"),
     [
         (ServeOptions(port=0, allow_hosts=("models.example.org",)), {"models.example.org:80", "Models.Example.ORG"}),

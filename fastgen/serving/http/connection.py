@@ -192,8 +192,8 @@ class LimitedConnection(HttpToolsProtocol):
             error = BadRequestError(f"transfer-encoding {coding:.100} is not read here: send the body as it is")
             self._refuse_received(error, "encoding")
             raise httptools.HttpParserCallbackError
-        if self.url[:4].lower() == b"http":
-            self.url = _with_path(self.url)
+        if self.url[:1] not in (b"/", b"*"):
+            self._take_absolute_url()
         self._unset_keepalive_if_required()
         self._head_since_s, self._has_head_begun, self._has_progressed = None, False, True
         self.scope["state"]["gone"] = self._gone
@@ -202,6 +202,18 @@ class LimitedConnection(HttpToolsProtocol):
         if self.parser.get_http_version() == "1.0":
             speak_http_1_0(self.cycle)
         send_in_pieces(self.cycle, self.flow, self.transport, self._hold)
+
+    def _take_absolute_url(self) -> None:
+        """Puts the host of an absolute URL in place of the field ``Host`` (RFC 9112, section 3.2.2), and takes the root
+        for a URL without a path (RFC 9110, section 4.2.3).
+        """
+        parsed = httptools.parse_url(self.url)
+        host = b"[%b]" % parsed.host if b":" in parsed.host else parsed.host
+        if parsed.port is not None:
+            host += b":%d" % parsed.port
+        self.headers[:] = [(b"host", host), *(header for header in self.headers if header[0] != b"host")]
+        if parsed.path is None:
+            self.url = b"/" if parsed.query is None else b"/?" + parsed.query
 
     def on_chunk_header(self) -> None:
         self._has_progressed = True
@@ -380,16 +392,6 @@ class LimitedConnection(HttpToolsProtocol):
         self.transport.write(b"".join([*content, b"\r\n", response.body]))
         self.transport.close()
         self._end_soon()
-
-
-def _with_path(url: bytes) -> bytes:
-    """Returns the path of an absolute ``url`` without one, which is the root (RFC 9110, section 4.2.3), and other URLs
-    as they are.
-    """
-    parsed = httptools.parse_url(url)
-    if parsed.path is not None:
-        return url
-    return b"/" if parsed.query is None else b"/?" + parsed.query
 
 
 def _head_too_large() -> TooLargeError:
