@@ -73,7 +73,7 @@ _NICE = 19
 # How much shorter turns without attacks are.
 _CONTROL_SHARE = 0.25
 # Most that all processes of the server may take beyond their memory before: 256 MiB of bodies, parsed bodies of four
-# times their size, 128 MiB of kept formats, a 16th of the machine's memory for formats in use, four helper processes, and
+# times their size, 128 MiB of kept formats, a 16th of the machine's memory for those in use, four helper processes, and
 # the log-probabilities of a large answer.
 MAX_MEMORY_GROWTH = (2 << 30) + memory_bytes() // 16
 _PROBE_PAUSE_S = 0.1
