@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -206,10 +207,18 @@ def test_the_norm_of_each_head_is_no_expert() -> None:
     assert "{expert}" not in proposal.text
 
 
-@pytest.mark.parametrize("key", ["is_encoder_decoder", "add_cross_attention"])
-def test_a_model_with_an_encoder_is_refused(key: str) -> None:
-    with pytest.raises(CheckpointError, match=f"config.json says {key}: true.* decoders alone"):
-        propose(CONFIG | {key: True}, heron(ATTENTION | GATED | NORMS), recipes())
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"is_encoder_decoder": True}, "an encoder-decoder"),
+        ({"add_cross_attention": True}, "an encoder-decoder"),
+        ({"architectures": ["HeronForMaskedLM"]}, "an encoder, which sees the tokens on both sides"),
+        ({"vision_config": {"hidden_size": 48}}, "a multimodal model"),
+    ],
+)
+def test_what_is_no_decoder_of_text_is_refused_though_its_tensors_fit(keys: dict[str, Any], what: str) -> None:
+    with pytest.raises(CheckpointError, match=f"no recipe can be proposed .*: it is {what}.*; take a"):
+        propose(CONFIG | keys, heron(ATTENTION | GATED | NORMS), recipes())
 
 
 def test_an_unread_key_with_a_known_meaning_says_it() -> None:

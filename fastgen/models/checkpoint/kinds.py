@@ -81,7 +81,7 @@ _OTHER_MODELS: Final = (
         "fastgen reads text only; take a text-only model of the same family",
     ),
     _OtherModel(
-        ("is_encoder_decoder",),
+        ("is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder"),
         (),
         "an encoder-decoder, whose decoder attends to an encoder",
         "fastgen runs decoders only; take a decoder-only model, such as one whose architecture ends in ForCausalLM",
@@ -141,7 +141,7 @@ def other_model(config: Mapping[str, Any]) -> str | None:
 
     Returns ``None`` if nothing shows another kind.
 
-    Do not call this for an architecture that a recipe claims.
+    Do not call this to load an architecture that a recipe claims: the recipe knows better.
     """
     stated = config.get("architectures")
     architectures = [name for name in stated if isinstance(name, str)] if isinstance(stated, list) else []

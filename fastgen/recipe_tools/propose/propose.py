@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fastgen.errors import CheckpointError, RecipeError
+from fastgen.models.checkpoint.kinds import other_model
 from fastgen.models.fingerprint import Fingerprint, fingerprint
 from fastgen.models.recipe.recipe import Recipe, load_recipe
 from fastgen.models.registry.nearest import Nearness, Shape, fold, nearest_recipes
@@ -78,8 +79,10 @@ def propose(config: Mapping[str, Any], shapes: Mapping[str, Shape], recipes: Seq
 
     The recipe resolves if the keys in ``unread`` are allowed. A person has to decide about these keys, so the model
     cannot be loaded before that. Tensors without a place are ``unclaimed`` and listed in the text. Raises
-    :class:`CheckpointError` if the tensors do not look like a decoder.
+    :class:`CheckpointError` if the configuration or the tensors do not look like a decoder of text.
     """
+    if (found := other_model(config)) is not None:
+        raise CheckpointError(f"no recipe can be proposed for this checkpoint: {found}")
     evidence = gather(config, shapes)
     keys = Keys(evidence)
     structure = read_structure(evidence, keys)

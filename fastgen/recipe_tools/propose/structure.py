@@ -20,7 +20,6 @@ from fastgen.recipe_tools.propose.words import (
     words,
 )
 
-_ENCODER_KEYS: Final = ("is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder")
 _LISTED: Final = 8  # tensors that an error names
 _USUAL_HEAD_DIMS: Final = (128, 64, 96, 80, 256, 32, 112, 160, 16, 8)
 
@@ -91,7 +90,6 @@ def read_structure(evidence: Evidence, keys: Keys) -> Structure:
         raise CheckpointError("the checkpoint contains no tensors")
     if not evidence.layers_at:
         raise CheckpointError("no tensors are numbered by layer (as in `layers.0.…`), so there is nothing to propose")
-    _refuse_encoders(evidence)
     hidden = _hidden(evidence, keys)
     tokens = _tokens(evidence, keys, hidden)
     mixture, others = _mixture(evidence, hidden)
@@ -106,16 +104,6 @@ def read_structure(evidence: Evidence, keys: Keys) -> Structure:
     _norms(structure, others)
     _ends(structure, evidence)
     return structure
-
-
-def _refuse_encoders(evidence: Evidence) -> None:
-    """Raises :class:`CheckpointError` if the configuration says that the model has an encoder."""
-    for key in _ENCODER_KEYS:
-        if evidence.config.get(key) is True:
-            raise CheckpointError(
-                f"config.json says {key}: true. The recipe language describes decoders alone: it has no encoder, and "
-                "no attention to one"
-            )
 
 
 def _no_part(part: str, evidence: Evidence, hidden: int) -> str:
