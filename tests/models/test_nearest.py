@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import fastgen
 from fastgen.errors import RecipeError, UnknownArchitectureError
@@ -18,6 +20,7 @@ from fastgen.models.resolve.resolve import resolve
 from fastgen.models.spec import MoeSpec
 from fastgen.recipe_tools.propose.propose import propose
 from tests.models import test_recipe_published, test_recipe_published_families
+from tests.recipe_tools.other_architectures import headers
 from tests.recipe_tools.renamed import rename
 from tests.recipe_tools.tiny_checkpoints import make
 
@@ -44,6 +47,17 @@ def test_it_is_the_own_recipe_in_whatever_words(name: str, tmp_path: Path) -> No
         best = nearest_recipes(opened.config, shapes, [each.recipe for each in list_recipes()])[0]
         assert best.recipe.name == name
         assert best.explained == best.num_tensors == len(shapes)
+
+
+def test_an_unknown_architecture_that_no_recipe_can_describe_says_so(tmp_path: Path) -> None:
+    """Otherwise it would recommend a command that refuses the checkpoint."""
+    config, shapes = headers("mamba2")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(UnknownArchitectureError) as error:
+        find_recipe(config, checkpoint_dir=tmp_path)
+    assert "backbone.layers.{layer}.mixer.conv1d.weight [128, 1, 4]. That is a convolution" in str(error.value)
+    assert "fastgen recipe new" not in str(error.value)
 
 
 def test_an_unknown_architecture_names_the_nearest_and_the_command(tmp_path: Path) -> None:

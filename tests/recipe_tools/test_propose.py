@@ -161,7 +161,8 @@ def test_the_suggestion_keeps_what_is_ignored_beside_it(recipes: list[Recipe]) -
     [
         ({}, "no tensors"),
         ({"a.weight": (3, 4), "b.weight": (5,)}, "numbered by layer"),
-        ({"layers.0.conv.weight": (3, 4, 5), "embed.weight": (101, 48)}, "share no size|attention|feed-forward"),
+        ({"layers.0.conv.weight": (3, 4, 5), "embed.weight": (101, 48)}, r"conv\.weight \[3, 4, 5\].* a convolution"),
+        ({"layers.0.norm.weight": (48,), "embed.weight": (101, 48)}, "fit an attention over 48 features"),
     ],
 )
 def test_tensors_that_are_not_a_decoder_are_an_error(shapes: Shapes, said: str, recipes: list[Recipe]) -> None:

@@ -192,13 +192,24 @@ def test_the_order_of_parts_is_asked_at_the_norm_that_it_places() -> None:
     [
         ("gpt_oss", "model.layers.{layer}.mlp.experts.gate_up_proj [4, 48, 144]"),
         ("granitemoe", "model.layers.{layer}.block_sparse_moe.experts.gate_up_proj [4, 144, 48]"),
+        ("llama4", "model.layers.{layer}.feed_forward.experts.down_proj [4, 72, 48]"),
+        ("lfm2", "model.layers.{layer}.conv.conv.weight [48, 1, 3]"),
+        ("qwen3_next", "model.layers.{layer}.linear_attn.conv1d.weight [64, 1, 4]"),
+        ("mamba2", "backbone.layers.{layer}.mixer.conv1d.weight [128, 1, 4]"),
     ],
 )
-def test_experts_in_one_tensor_are_named(name: str, tensor: str) -> None:
+def test_tensors_that_no_recipe_can_describe_are_refused_by_name(name: str, tensor: str) -> None:
+    """In most of these models other modules fit an attention and a feed-forward."""
     with pytest.raises(CheckpointError) as refused:
         propose(*headers(name), recipes())
     assert tensor in str(refused.value)
-    assert "all experts in one tensor" in str(refused.value)
+    assert "a convolution, or all experts in one tensor. The recipe language has neither" in str(refused.value)
+
+
+def test_a_mask_is_no_convolution() -> None:
+    mask = {f"layers.{layer}.attn.causal": (1, 1, 64, 64) for layer in range(2)}
+    proposal = propose(CONFIG, heron(ATTENTION | GATED | NORMS) | mask, recipes())
+    assert set(proposal.unclaimed) == set(mask)
 
 
 def test_the_norm_of_each_head_is_no_expert() -> None:

@@ -56,6 +56,7 @@ _OTHER: Final = "{index}"
 _ABOUT_EXPERTS: Final = re.compile(r"expert|moe|mlp|ffn|ff\b|feed_forward", re.IGNORECASE)
 _INDEX: Final = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 _WEIGHTS_OF_SCORE: Final = (1.0, 0.3, 0.3)  # weights of structure, names, config keys
+_LISTED: Final = 8  # tensors that an error names
 _HINT_AT: Final = 0.5  # smallest share of explained tensors at which the nearest recipe is worth naming
 
 Shape = tuple[int, ...]
@@ -104,6 +105,24 @@ def fold(name: str) -> str:
     return name
 
 
+def beyond_language(shapes: Mapping[str, Shape]) -> str:
+    """Returns sentences about convolutions and fused experts in layers; the text is empty if there are none.
+
+    They are the tensors with more than two axes, except masks, which begin with an axis of one. A matrix may have three
+    axes too, and a layout may describe it, but few checkpoints store one so.
+    """
+    deep = {(fold(name), shape): None for name, shape in shapes.items() if len(shape) > 2 and shape[0] != 1}
+    listed = [f"{name} {list(shape)}" for name, shape in deep if _LAYER in name]
+    if not listed:
+        return ""
+    more = f" and {len(listed) - _LISTED:,} more" if len(listed) > _LISTED else ""
+    return (
+        f"Of the tensors in its layers, these have more than two axes: {', '.join(listed[:_LISTED])}{more}. That is a "
+        "convolution, or all experts in one tensor. The recipe language has neither: each expert needs tensors of its "
+        "own"
+    )
+
+
 def nearest_recipes(
     config: Mapping[str, Any], shapes: Mapping[str, Shape], recipes: Iterable[Recipe]
 ) -> list[Nearness]:
@@ -123,12 +142,15 @@ def nearest_recipes(
 def hint(config: Mapping[str, Any], directory: Path | None, recipes: Iterable[Recipe]) -> str:
     """Returns sentences for the error about an unknown architecture: the nearest recipe, and how to make a new one.
 
-    The text is empty if there are no tensors to read.
+    If the language cannot describe the checkpoint, they say why. The text is empty if there are no tensors to read.
     """
     if directory is None:
         return ""
     try:
-        best = next(iter(nearest_recipes(config, _shapes(directory), recipes)), None)
+        shapes = _shapes(directory)
+        if beyond := beyond_language(shapes):
+            return f"{beyond}."
+        best = next(iter(nearest_recipes(config, shapes, recipes)), None)
     except (FastgenError, OSError):  # a broken checkpoint is reported when it is loaded
         return ""
     advice = f"`fastgen recipe new {shlex.quote(str(directory))}` proposes a recipe for it."

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fastgen.errors import CheckpointError
+from fastgen.models.registry.nearest import beyond_language
 from fastgen.recipe_tools.propose.evidence import Evidence, Experts, Module
 from fastgen.recipe_tools.propose.keys import Keys
 from fastgen.recipe_tools.propose.matching import Match, match_experts, match_layer
@@ -84,12 +85,15 @@ class Structure:
 def read_structure(evidence: Evidence, keys: Keys) -> Structure:
     """Finds the roles of all modules.
 
-    Raises :class:`CheckpointError` if there are no layers, no embedding or no attention.
+    Raises :class:`CheckpointError` if there are no layers, no embedding or no attention, or if layers have convolutions
+    or fused experts.
     """
     if not evidence.shapes:
         raise CheckpointError("the checkpoint contains no tensors")
     if not evidence.layers_at:
         raise CheckpointError("no tensors are numbered by layer (as in `layers.0.…`), so there is nothing to propose")
+    if beyond := beyond_language(evidence.shapes):
+        raise CheckpointError(f"no recipe can be proposed for this checkpoint. {beyond}")
     hidden = _hidden(evidence, keys)
     tokens = _tokens(evidence, keys, hidden)
     mixture, others = _mixture(evidence, hidden)
@@ -113,12 +117,6 @@ def _no_part(part: str, evidence: Evidence, hidden: int) -> str:
         f"{module.name}.{last}".lstrip("."): shape for module in evidence.layer for last, shape in module.shapes.items()
     }
     message = f"no modules below {at} fit {'an' if part[0] == 'a' else 'a'} {part} over {hidden} features"
-    deep = [f"{at}.{name} {list(shape)}" for name, shape in shapes.items() if len(shape) > 2]
-    if deep:
-        return (
-            f"{message}, and these have more than two axes: {', '.join(deep[:_LISTED])}. That is a convolution, or all "
-            "experts in one tensor. The recipe language has neither: each expert needs tensors of its own"
-        )
     listed = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items())[:_LISTED])
     return f"{message}; there are {listed or 'only indices'}"
 
