@@ -268,6 +268,27 @@ class TestConfigKeys:
         assert caught.value.file == "my/config.json"
         assert resolved(LLAMA | {key: 1}, allow_config_keys=[key]) == resolved(LLAMA)
 
+    @pytest.mark.parametrize(
+        ("config", "said"),
+        [
+            ({"clip_qkv": 8.0}, "clip_qkv is not known to the recipe: the language has no bounds on queries, keys"),
+            ({"attention_chunk_size": 64}, "attention_chunk_size is .*: the language has no attention in chunks"),
+            ({"mamba_chunk_size": 64}, "mamba_chunk_size is .*: the language has no convolution or recurrent state"),
+        ],
+    )
+    def test_a_key_of_what_the_language_lacks_says_so(self, config: dict[str, Any], said: str) -> None:
+        """Otherwise a person might allow the key, and get wrong answers."""
+        with pytest.raises(RecipeError, match=said):
+            resolved(LLAMA | config)
+
+    @pytest.mark.parametrize(
+        "config", [{"clip_qkv": None}, {"use_conv": False}, {"kv_lora_rank": 16}, {"mask_token_id": 3}]
+    )
+    def test_a_key_of_anything_else_is_only_unknown(self, config: dict[str, Any]) -> None:
+        with pytest.raises(RecipeError, match="is not known to the recipe") as caught:
+            resolved(LLAMA | config)
+        assert "the language has no" not in str(caught.value)
+
     def test_all_are_listed_at_once_with_suggestions(self) -> None:
         with pytest.raises(RecipeError) as caught:
             resolved(LLAMA | {"atention_bias": True, "qk_norm": True, "rope_interleaved": True})
@@ -555,6 +576,8 @@ def test_keys_inside_a_mapping_count_one_by_one(tmp_path: Path) -> None:
     assert resolve(recipe, config | {"text": {"vocab": 10}}).vocab_size == 10
     with pytest.raises(RecipeError, match=r"- text\.extra is not known to the recipe"):
         resolve(recipe, config | {"text": {"vocab": 10, "extra": 1}})
+    with pytest.raises(RecipeError, match=r"- text\.d_conv is not known to the recipe: the language has no convolution"):
+        resolve(recipe, config | {"text": {"vocab": 10, "d_conv": 4}})
     ignoring = small(
         tmp_path,
         ("vocab_size: vocab", "vocab_size: text.vocab"),

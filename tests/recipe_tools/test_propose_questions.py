@@ -236,3 +236,10 @@ def test_an_unread_key_with_a_known_meaning_says_it() -> None:
     config = CONFIG | {"scale_embeddings": True}
     proposal = propose(config, heron(ATTENTION | GATED | NORMS), recipes())
     assert "scale_embeddings = true (token embeddings are scaled)" in asked(proposal, "ignores.config")
+
+
+def test_an_unread_key_of_what_the_language_lacks_says_so() -> None:
+    proposal = propose(CONFIG | {"clip_qkv": 8.0, "use_conv": False}, heron(ATTENTION | GATED | NORMS), recipes())
+    question = asked(proposal, "ignores.config")
+    assert "clip_qkv = 8.0: the language has no bounds on queries" in question
+    assert question.count("the language has no") == 1

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from fastgen.errors import InvalidArgumentError, RecipeError
 from fastgen.models.recipe.expression_grammar import Path
+from fastgen.models.recipe.lacking import lacks
 from fastgen.models.recipe.spelling import close_to, quoted, shown
 
 INERT: Final = frozenset(
@@ -105,7 +106,8 @@ def check_config_keys(
                 advice[_INSTEAD.get(key, _ALLOW)] = None
         elif key not in INERT:
             near = close_to(key, {".".join(path) for path in mentioned} - config.keys())
-            problems.append(f"{quoted(key)} is not known to the recipe{near}")
+            lacking = lacks(str(path[-1])) if value else ""  # a key that is null, false or 0 turns its part off
+            problems.append(f"{quoted(key)} is not known to the recipe{lacking}{near}")
             advice[_ALLOW] = None
     if num_left:
         problems.append(f"and {num_left:,} more")

@@ -16,6 +16,7 @@ from typing import Any, Final
 from fastgen.errors import CheckpointError, RecipeError
 from fastgen.models.checkpoint.kinds import other_model
 from fastgen.models.fingerprint import Fingerprint, fingerprint
+from fastgen.models.recipe.lacking import lacks
 from fastgen.models.recipe.recipe import Recipe, load_recipe
 from fastgen.models.registry.nearest import Nearness, Shape, fold, nearest_recipes
 from fastgen.models.resolve.config_keys import HARMLESS, check_config_keys
@@ -181,10 +182,8 @@ class _Maker:
         return node
 
     def _listed(self, keys: Sequence[str]) -> str:
-        return "; ".join(f"{key} = {_brief(_at(self.config, key))}{self._meaning(key)}" for key in keys)
-
-    def _meaning(self, key: str) -> str:
-        return f" ({HARMLESS[key][1]})" if key in HARMLESS else ""
+        values = {key: _at(self.config, key) for key in keys}
+        return "; ".join(f"{key} = {_brief(value)}{_meaning(key, value)}" for key, value in values.items())
 
     def proposal(self, made: _Made, nearest: Nearness | None) -> Proposal:
         lines = (number for number, line in enumerate(made.text.splitlines(), 1) if QUESTION_MARK in line)
@@ -271,6 +270,12 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
     for part in key.split("."):
         value = value[part]
     return value
+
+
+def _meaning(key: str, value: object) -> str:
+    if key in HARMLESS:
+        return f" ({HARMLESS[key][1]})"
+    return lacks(key.rpartition(".")[2]) if value else ""
 
 
 def _brief(value: object) -> str:
