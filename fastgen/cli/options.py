@@ -125,9 +125,9 @@ def sampling_fields(given: Given) -> Given:
     return fields
 
 
-def in_flags(error: FastgenError) -> str:
-    """Returns the message of ``error`` with the arguments of ``fastgen.load`` and ``fastgen.serve`` in it
-    (``dtype='int3'``) as flags (``--dtype 'int3'``).
+def in_flags(error: FastgenError | str) -> str:
+    """Returns the message of ``error``, which may be a finding's text, with the arguments of ``fastgen.load`` and
+    ``fastgen.serve`` in it (``dtype='int3'``) as flags (``--dtype 'int3'``).
 
     A bare name is replaced only in an error about arguments; in other errors it may be a key of a file. A kernel's
     error has the kernel's parameters, which are no flags.

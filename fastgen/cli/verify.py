@@ -193,7 +193,7 @@ def _print_finding(console: Console, report: Report, finding: Finding, of: _Of) 
 
     where = f"{finding.node}" if finding.node else f"{report.recipe} (no single node)"
     console.print(f"✗ {where}")
-    console.print(f"  {finding.message}")
+    console.print(f"  {options.in_flags(finding.message)}")
     if finding.cause is not None:
         console.print(f"  likely cause: {finding.cause.change}")
         agrees = (

@@ -71,7 +71,7 @@ class Comparer:
             wrong = self._run(recipe, case, spec, allowed, comparison)
         if wrong is None and complaint is not None:
             around = ("ignores", "model", "config")
-            wrong = Disagreement("numbers", node_at(recipe, "ignores"), complaint, around, COMPLAINT)
+            wrong = Disagreement("numbers", _own_ignores(recipe), complaint, around, COMPLAINT)
         comparison.disagreement = wrong
         return comparison
 
@@ -108,6 +108,12 @@ def _reading(
         comparison.agree("numbers", COMPLAINT)
     yield from number_disagreements(recipe, case, spec, comparison)
     yield from weight_disagreements(recipe, case, spec, comparison)
+
+
+def _own_ignores(recipe: Recipe) -> NodeRef:
+    """Returns the node `ignores` in the file of ``recipe``, where a key is added even if the node there is inherited."""
+    node = node_at(recipe, "ignores")
+    return node if node.file == str(recipe.file) else NodeRef("ignores", str(recipe.file), 1)
 
 
 def _refusal(recipe: Recipe, case: Case, error: RecipeError) -> Disagreement:

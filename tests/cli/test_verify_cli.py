@@ -169,6 +169,20 @@ def test_this_configuration_alone(checkpoint: Path, run: Run, tmp_path: Path) ->
     assert wrong.out.endswith("  with --this-config only what this checkpoint states is tested\n")
 
 
+def test_a_key_that_nothing_reads_is_to_be_ignored_in_the_own_file(checkpoint: Path, run: Run, tmp_path: Path) -> None:
+    """The keys that it ignores so far stand in the file of the recipe that it extends."""
+    config = json.loads((checkpoint / "config.json").read_text()) | {"warp_factor": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").hardlink_to(checkpoint / "model.safetensors")
+    file = tmp_path / "theirs.yaml"
+    file.write_text("name: theirs\nextends: qwen2\narchitectures: [Qwen2ForCausalLM]\n")
+    finished = run("verify", str(tmp_path), "--recipe", str(file), "--this-config")
+    assert finished.status == 1
+    assert f"✗ {file}:1: ignores\n" in finished.out
+    assert "- warp_factor is not known to the recipe" in finished.out
+    assert "or allow it once with --allow-config-key\n" in finished.out
+
+
 def test_the_drawn_configuration_is_printed_with_the_key_that_failed(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "llama.yaml"
     text = (RECIPES / "llama.yaml").read_text()
