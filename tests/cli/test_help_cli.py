@@ -60,6 +60,10 @@ def test_defaults_are_those_of_the_arguments(run) -> None:
         ("--api-key", "--api-key-file FILE"),
         ("--served-model-name", "Use --name."),
         ("--max-input-tokens", "Use --max-prompt-tokens."),
+        ("--seed", "Each request may have a `seed`"),
+        ("--rope-scaling", "config.json is taken as it is"),
+        ("-fa", "no other flag is needed"),
+        ("--n-predict", "`max_tokens`"),
     ],
 )
 def test_a_flag_of_another_server_is_answered_with_what_stands_for_it(run, flag: str, instead: str) -> None:

@@ -576,7 +576,9 @@ def test_keys_inside_a_mapping_count_one_by_one(tmp_path: Path) -> None:
     assert resolve(recipe, config | {"text": {"vocab": 10}}).vocab_size == 10
     with pytest.raises(RecipeError, match=r"- text\.extra is not known to the recipe"):
         resolve(recipe, config | {"text": {"vocab": 10, "extra": 1}})
-    with pytest.raises(RecipeError, match=r"- text\.d_conv is not known to the recipe: the language has no convolution"):
+    with pytest.raises(
+        RecipeError, match=r"- text\.d_conv is not known to the recipe: the language has no convolution"
+    ):
         resolve(recipe, config | {"text": {"vocab": 10, "d_conv": 4}})
     ignoring = small(
         tmp_path,
