@@ -111,7 +111,7 @@ def _reading(
 
 
 def _own_ignores(recipe: Recipe) -> NodeRef:
-    """Returns the node `ignores` in the file of ``recipe``, where a key is added even if the node there is inherited."""
+    """Returns the node `ignores` in the file of ``recipe``, where keys are added even if the node is inherited."""
     node = node_at(recipe, "ignores")
     return node if node.file == str(recipe.file) else NodeRef("ignores", str(recipe.file), 1)
 
