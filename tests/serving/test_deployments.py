@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -367,7 +368,7 @@ def as_text(**changes: object) -> str:
         (lambda file: file.write_text(" " * MAX_FILE_BYTES + "{}"), "more than 65536 bytes"),
         (lambda file: file.mkdir(), "not a regular file"),
         (lambda file: os.mkfifo(file), "not a regular file"),
-        (lambda file: file.symlink_to("/proc/self/status"), "symbolic links"),
+        (lambda file: file.symlink_to("/proc/self/status"), "(it is a link)"),
     ],
     ids=["cut", "empty", "surplus", "text", "nameless", "nested", "binary", "large", "directory", "fifo", "link"],
 )
@@ -403,6 +404,19 @@ def test_a_file_of_another_user_is_skipped(
         assert [one.name for one in deployments()] == ["one"]
         log.flush()
         assert "(it belongs to another user)" in capfd.readouterr().err
+
+
+def test_a_file_in_place_of_the_directory_is_refused(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A list of it would be empty, as if nothing were served."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.touch()
+    said = f"{directory} is a file, not a directory; set FASTGEN_DEPLOYMENTS"
+    with pytest.raises(InvalidArgumentError, match=re.escape(said)):
+        deployments()
+    log = set_up_logging("text")
+    with registered(stand_in("one")):
+        log.flush()
+    assert said in capfd.readouterr().err
 
 
 def test_a_directory_of_another_user_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ another user of the machine could write to is refused: its servers would get pro
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -77,8 +78,15 @@ def deployments_directory() -> Path:
 
 
 def _named_directory() -> Path:
-    if given := os.environ.get("FASTGEN_DEPLOYMENTS"):
-        return Path(given).absolute()
+    """Returns the directory that the environment names. Raises ``InvalidArgumentError`` if it is a file."""
+    given = os.environ.get("FASTGEN_DEPLOYMENTS")
+    directory = Path(given).absolute() if given else _usual_directory()
+    if os.path.exists(directory) and not os.path.isdir(directory):
+        raise InvalidArgumentError(f"{directory} is a file, not a directory; {_ADVICE}")
+    return directory
+
+
+def _usual_directory() -> Path:
     try:
         state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     except RuntimeError:
@@ -176,7 +184,9 @@ def _read(file: Path) -> tuple[float, Deployment]:
 
 
 def _reason(error: Exception) -> str:
-    return str(error.strerror if isinstance(error, OSError) else error)
+    if isinstance(error, OSError):  # of a link that is not followed, the system says that there are too many
+        return "it is a link" if error.errno == errno.ELOOP else str(error.strerror)
+    return str(error)
 
 
 def deployment_at(address: str) -> Deployment | None:
