@@ -249,9 +249,11 @@ def headline(measured: Sequence[dict[str, Any]]) -> str:
     doubt = f"; {num_open} more look missed, and have too few turns for a figure" if num_open else ""
     model, weight_format, name, least, here = min(figures, key=lambda each: each[3].value)
     missed = [each for data in measured for each in misses(data) if "over the best engine" in each]
+    models = {each[0] for each in figures}
+    all_of = f", all of {model}" if len(models) == 1 < len({each[0] for each in cells}) else ""
     return (
         f"at least {least.value:.2f} times the best other engine run beside it, {here}, in the {len(figures)}"
-        f" of {len(cells)} comparisons with enough steady turns (least: {model}, {weight_format},"
+        f" of {len(cells)} comparisons with enough steady turns{all_of} (least: {model}, {weight_format},"
         f" {_WORKLOADS[name]}, {least.engine})."
         f" Of the speeds required beside other engines, {len(missed)} are missed{doubt}"
     )
