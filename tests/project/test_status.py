@@ -71,7 +71,9 @@ def test_the_readme_quotes_the_least_favourable_ratio_or_none() -> None:
         " Of the speeds required beside other engines, 2 are missed"
     )
     without = cpu | {"turns": [turn("llama.cpp", 90, 100) | {"model": "llama-1.1b"}]}
-    assert " comparisons with enough steady turns, all of llama-110m (least: llama-110m, int8" in headline([cpu, without])
+    assert " comparisons with enough steady turns, all of llama-110m (least: llama-110m, int8" in headline(
+        [cpu, without]
+    )
     older = cpu | {
         "about": cpu["about"] | {"machine": "an older CPU"},
         "turns": [turn("llama.cpp", 90, 100) | {"model": "llama-1.1b"} for _ in range(6)],

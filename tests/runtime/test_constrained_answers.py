@@ -184,8 +184,8 @@ def test_the_same_when_masks_come_late(
     """
     rng, find, init = random.Random(0), Matcher._next_mask, CompiledFormat.__init__
 
-    def begin(compiled: CompiledFormat, start: Any) -> None:
-        init(compiled, start)
+    def begin(compiled: CompiledFormat, *given: Any) -> None:
+        init(compiled, *given)
         monkeypatch.setattr(compiled, "lock", _BusyLock())
 
     def find_late(matcher: Matcher) -> Mask:
@@ -210,8 +210,8 @@ def test_the_format_of_an_answer_that_has_ended_is_let_go(llm: LLM, monkeypatch:
     compiled: list[weakref.ref[CompiledFormat]] = []
     init = CompiledFormat.__init__
 
-    def noted(each: CompiledFormat, start: Any) -> None:
-        init(each, start)
+    def noted(each: CompiledFormat, *given: Any) -> None:
+        init(each, *given)
         compiled.append(weakref.ref(each))
 
     monkeypatch.setattr(CompiledFormat, "__init__", noted)
@@ -228,6 +228,7 @@ def test_the_engine_keeps_the_formats_that_its_ledger_has_room_for(llm: LLM) -> 
     row = llm.ledger.size_bytes("compiled formats")
     assert llm._engine.grammars._kept._max_bytes == row
     assert row == min(128 << 20, llm.ledger.device_bytes // 64)
+    assert llm._engine.grammars.max_in_use == kept_formats.most_in_use(llm.ledger.device_bytes)
 
 
 def test_a_slow_mask_delays_no_other_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,8 @@ def test_below_the_memory_ledger_stands_what_requests_may_take(
     assert told.splitlines() == [
         "memory of m:",
         "total 3 MiB",
-        "requests may take beside that, at most: log-probabilities 64.00 MiB, bodies by HTTP 256.00 MiB",
+        "requests may take beside that, at most: log-probabilities 64.00 MiB, bodies by HTTP 256.00 MiB, "
+        "their formats 240.00 MiB",
     ]
 
 
