@@ -149,6 +149,8 @@ class Engine:
         :class:`~fastgen.runtime.step.faults.Phase` says which requests end.
         """
         self.answers.expire()
+        if self.grammars is not None:
+            self.grammars.slots_are_wanted(self.scheduler.num_waiting > 0)
         step = None
         if self._in_flight is not None:
             ahead = self._launch_ahead(self._in_flight)

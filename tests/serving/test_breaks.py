@@ -15,7 +15,7 @@ import zmq
 
 from fastgen.serving.admission.turns import Turns
 from fastgen.serving.breaks import BREAKS, Breaks
-from fastgen.serving.engine.messages import Reply, Report, encoder
+from fastgen.serving.engine.messages import Reply, Report, Stop, encoder
 from fastgen.serving.engine.supervisor import EngineProcess
 from tests.serving.local_server import Served, check, post
 
@@ -230,3 +230,24 @@ def test_a_socket_that_cannot_be_watched_is_closed() -> None:
 
     asyncio.run(test())
     assert not BREAKS._takers
+
+
+def test_what_the_loop_takes_by_itself_puts_the_next_break_off() -> None:
+    async def test() -> None:
+        process = EngineProcess({}, cast(Any, Listener()), timeout_s=10.0)
+        process._open_socket()
+        with process._context.socket(zmq.PAIR) as engine:
+            engine.connect(process._address())
+            engine.send(encoder.encode(Report([3, 4], [], [], [], None)))
+            await asyncio.sleep(0.05)
+        process.send(Stop())
+        await asyncio.sleep(0.05)
+        process._close_socket()
+        process._context.term()
+        assert process._directory is not None
+        process._directory.remove()
+
+    breaks: list[float] = []
+    with taken_by(lambda: breaks.append(time.monotonic())), asyncio.Runner() as runner:
+        runner.run(test())
+    assert len(breaks) >= 2, "both for what came and after what was sent, all takers have a break"

@@ -361,17 +361,17 @@ def test_a_request_whose_time_is_over_before_its_format_may_be_used_ends_so(proc
     assert not grammars.begun
 
 
-def test_the_time_for_which_a_request_waits_for_its_format_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "time", SimpleNamespace(monotonic=lambda: 100.0))
+def test_the_time_for_which_a_request_waits_for_its_format_counts() -> None:
     asked = SamplingParams(timeout_s=9.0, seed=4, response_format=ResponseFormat("regex", "a"))
-    left = engine_process._with_time_left(asked, 103.5)
+    left = engine_process._with_time_left(asked, 5.5)
     assert (left.timeout_s, left.seed, left.response_format) == (3.5, 4, asked.response_format)
-    over = engine_process._with_time_left(asked, 99.0)
+    over = engine_process._with_time_left(asked, 9.5)
     assert over.timeout_s is not None
     assert 0 < over.timeout_s < 1e-6
     assert over.response_format is None
+    assert engine_process._with_time_left(asked, 0.0005) is asked, "equal parameters of many prompts stay one object"
     plain = SamplingParams(timeout_s=9.0)
-    assert engine_process._with_time_left(plain, 103.5) is plain
+    assert engine_process._with_time_left(plain, 5.5) is plain
 
 
 @pytest.mark.parametrize(

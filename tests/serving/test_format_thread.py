@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Sized
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.runtime.sampling.matcher import CompiledFormat
+from fastgen.serving.engine import formats
 from fastgen.serving.engine.formats import FormatThread
 
 FIRST, SECOND, THIRD, FOURTH = (ResponseFormat("regex", each) for each in "abcd")
@@ -57,7 +60,7 @@ def thread(grammars: Any) -> FormatThread:
     return FormatThread(grammars)
 
 
-def proceed_until(thread: FormatThread, events: list[str], num_events: int) -> None:
+def proceed_until(thread: FormatThread, events: Sized, num_events: int) -> None:
     """Waits until so many requests have gone on."""
     waited = threading.Event()
     for _ in range(6000):
@@ -165,10 +168,114 @@ def test_a_format_that_is_kept_waits_behind_others_for_its_use(thread: FormatThr
     assert events[0] == "c"
 
 
+def test_formats_in_use_are_free_to_new_requests_until_another_has_waited_long(
+    thread: FormatThread, grammars: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    grammars.may_end.set()
+    now_s = 100.0
+    monkeypatch.setattr(formats, "time", SimpleNamespace(monotonic=lambda: now_s))
+    for each in (FIRST, SECOND):
+        grammars.keep(CompiledFormat(each, None))
+        grammars.used.add(each)
+    thread.when_compiled(0, THIRD, lambda: events.append("waited"))
+    now_s = 104.0
+    thread.when_compiled(1, FIRST, lambda: events.append("before"))
+    assert events == ["before"]
+    now_s = 106.0
+    thread.when_compiled(2, FIRST, lambda: events.append("behind"))
+    thread.when_compiled(3, FIRST, lambda: events.append("behind too"))
+    thread.proceed()
+    assert events == ["before"]
+    thread.cancel(3)
+    grammars.used.remove(SECOND)
+    thread.proceed()
+    proceed_until(thread, events, 3)
+    assert sorted(events[1:]) == ["behind", "waited"]
+    grammars.used.add(THIRD)
+    thread.when_compiled(4, FOURTH, lambda: events.append("never"))
+    now_s = 112.0
+    thread.when_compiled(5, FIRST, lambda: events.append("last"))
+    thread.proceed()
+    assert len(events) == 3
+    thread.cancel(4)
+    thread.proceed()
+    assert events[3:] == ["last"], "it waits for nobody any more"
+
+
+def test_whether_a_format_can_be_compiled_is_told_whatever_is_in_use(thread: FormatThread, grammars: Any) -> None:
+    events: list[str] = []
+    grammars.used |= {FIRST, SECOND}
+    thread.when_compiled(0, THIRD, lambda: events.append("never"))
+    for number, each in enumerate((THIRD, FOURTH, FOURTH, None), 1):
+        thread.check(number, each, lambda number=number: events.append(f"{number}"))  # type: ignore[misc]
+    assert events == ["4"]
+    assert thread.num_waiting == 4
+    thread.cancel(2)
+    grammars.may_end.set()
+    proceed_until(thread, events, 3)
+    assert events == ["4", "1", "3"]
+    thread.check(9, THIRD, lambda: events.append("kept"))
+    assert events[3:] == ["kept"]
+
+
+def test_a_question_shares_a_compilation_and_keeps_it(thread: FormatThread, grammars: Any) -> None:
+    events: list[str] = []
+    for number, each in enumerate((FIRST, SECOND)):
+        thread.when_compiled(number, each, lambda: events.append("never"))
+    thread.check(7, SECOND, lambda: events.append("told"))
+    thread.cancel(1)
+    thread.cancel(0)
+    grammars.may_end.set()
+    proceed_until(thread, events, 1)
+    assert events == ["told"]
+    assert grammars.begun.count(SECOND) == 1
+
+
+def test_requests_of_an_owner_that_is_gone_are_forgotten(thread: FormatThread, grammars: Any) -> None:
+    events: list[int] = []
+    grammars.used |= {FIRST, SECOND}
+    gone, other = object(), object()
+    for number, owner in enumerate((gone, other, gone)):
+        thread.when_compiled(number, THIRD, lambda number=number: events.append(number), owner=owner)  # type: ignore[misc]
+    thread.cancel_all(gone)
+    assert thread.num_waiting == 1
+    grammars.used.clear()
+    grammars.may_end.set()
+    proceed_until(thread, events, 1)
+    assert events == [1]
+
+
+def test_a_request_that_leaves_takes_no_compilation_from_another(thread: FormatThread, grammars: Any) -> None:
+    events: list[str] = []
+    for number, each in enumerate((FIRST, SECOND, SECOND)):
+        thread.when_compiled(number, each, lambda number=number: events.append(f"{number}"))  # type: ignore[misc]
+    thread.cancel(1)
+    grammars.may_end.set()
+    proceed_until(thread, events, 2)
+    assert events == ["0", "2"]
+    assert grammars.begun == [FIRST, SECOND]
+
+
+def test_a_kept_format_stays_until_the_request_that_waited_for_it_has_it(thread: FormatThread, grammars: Any) -> None:
+    held: list[object] = []
+    grammars.used |= {FIRST, SECOND}
+    for number in range(2):
+        thread.when_compiled(number, THIRD, lambda: held.append(gone()))
+    grammars.keep(CompiledFormat(THIRD, None))
+    gone = weakref.ref(grammars.present[THIRD])
+    grammars.used.clear()
+    thread.proceed(0.0)
+    grammars.present.clear()
+    thread.proceed()
+    assert len(held) == 2
+    assert None not in held
+
+
 def test_a_request_whose_time_is_over_waits_no_longer(thread: FormatThread, grammars: Any) -> None:
     events: list[str] = []
     grammars.used |= {FIRST, SECOND}
-    thread.when_compiled(0, THIRD, lambda: events.append("late"), time.monotonic() + 0.05)
+    thread.when_compiled(0, THIRD, lambda: events.append("late"), until_s=time.monotonic() + 0.05)
     thread.when_compiled(1, FOURTH, lambda: events.append("never"))
     thread.proceed()
     assert events == []

@@ -85,7 +85,11 @@ def test_the_table_of_bounds_without_a_flag_has_their_numbers() -> None:
         "lexer states of a compiled format": [structured_output._LIMITS["max_lexer_states"]],
         "kept formats": [kept_formats.MAX_KEPT, kept_formats.MOST_BYTES / mib],
         "formats of open requests": [100 / kept_formats._SHARE_IN_USE, kept_formats.FORMAT_BYTES / mib],
-        "seconds for which steps may leave an answer out, while its masks are computed": [matcher.MAX_LATE_S],
+        "masks while requests wait for a slot": [
+            1000 * matcher.FAST_MASK_CPU_S,
+            matcher.MAX_SLOW_CPU_S,
+            100 * matcher.MAX_SLOW_SHARE,
+        ],
         "compiling a format": isolated(trial, waiting=queue.MAX_WAITING),
         "remembered results of compiling a format": [trial._MAX_KEPT, trial._MAX_REASON],
         "rendering a conversation": isolated(renderer, renderer.MAX_CHARACTERS, waiting=renderer.MAX_WAITING),

@@ -36,9 +36,11 @@ MAX_AWAITED_CPU_S = 0.3
 MAX_TAKEN_CPU_S = 0.1
 MAX_TAKEN_SHARE = 0.1
 SLOW_TAKE_CPU_S = 0.005
-# Seconds for which steps may leave an answer out, all of them together, while its masks are computed. It holds a slot
-# then, which others wait for: the masks of answers in one format are computed one after the other.
-MAX_LATE_S = 30.0
+# Processor time for masks that take longer than ``FAST_MASK_CPU_S`` while requests wait for a slot: ``MAX_SLOW_CPU_S``
+# at once, and ``MAX_SLOW_SHARE`` of the time that passes. The answer whose mask exceeds that fails. Masks of one format
+# are computed one after the other, so many answers with slow masks would keep their slots for minutes or hours.
+MAX_SLOW_CPU_S = 10.0
+MAX_SLOW_SHARE = 0.25
 # Seconds that the engine waits to feed a token to a parser whose lexer computes another mask.
 MAX_TAKE_WAIT_S = 0.002
 # The ``nice`` value of threads whose work no step waits for.
@@ -65,6 +67,23 @@ class MaskSource(Protocol):
         ...
 
 
+class _Allowance:
+    """An amount of processor time that refills with the time that passes. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spent_s = self._at_s = 0.0
+
+    def spend(self, took_s: float, most_s: float, share: float) -> bool:
+        """Takes ``took_s`` of ``most_s``, which a ``share`` of the passing time refills. Returns whether there is as
+        much."""
+        with self._lock:
+            now_s = time.monotonic()
+            passed_s, self._at_s = now_s - self._at_s, now_s
+            self._spent_s = max(0.0, self._spent_s - share * passed_s) + took_s
+            return self._spent_s <= most_s
+
+
 class MaskThreads:
     """The threads that compute the masks of one engine, and what its answers have cost it."""
 
@@ -72,7 +91,9 @@ class MaskThreads:
         self.threads = _new_threads()
         # For sequences that had a mask for which a step did not wait.
         self.slow_threads = ThreadPoolExecutor(_num_threads(), "fastgen-slow-mask", lower_priority)
-        self._taken_s = self._taken_at_s = 0.0
+        # Whether requests wait for a slot, which an answer with slow masks keeps for long.
+        self.are_slots_wanted = False
+        self._taken, self._slow = _Allowance(), _Allowance()
 
     def replace(self, busy: ThreadPoolExecutor) -> None:
         """Starts new threads in place of ``busy``, unless that has been done: some of ``busy`` compute what cannot be
@@ -84,12 +105,12 @@ class MaskThreads:
 
     def may_take(self, took_s: float) -> bool:
         """Counts the time of a token that was fed to a parser. Returns whether that is still within the limits."""
-        if took_s <= SLOW_TAKE_CPU_S:
-            return True
-        now_s = time.monotonic()
-        passed_s, self._taken_at_s = now_s - self._taken_at_s, now_s
-        self._taken_s = max(0.0, self._taken_s - MAX_TAKEN_SHARE * passed_s) + took_s
-        return self._taken_s <= MAX_TAKEN_CPU_S
+        return took_s <= SLOW_TAKE_CPU_S or self._taken.spend(took_s, MAX_TAKEN_CPU_S, MAX_TAKEN_SHARE)
+
+    def may_be_slow(self, took_s: float) -> bool:
+        """Counts the time of a mask. Returns whether that is still within the limits."""
+        is_counted = self.are_slots_wanted and took_s > FAST_MASK_CPU_S
+        return not is_counted or self._slow.spend(took_s, MAX_SLOW_CPU_S, MAX_SLOW_SHARE)
 
 
 def lower_priority(thread_id: int | None = None) -> None:
@@ -170,9 +191,6 @@ class Matcher:
         self.is_complete = False
         # Whether the present step leaves the sequence out.
         self.is_late = False
-        # For how long steps have left it out before the present mask, and since when they do, by ``time.monotonic``.
-        self._late_s = 0.0
-        self._late_since_s: float | None = None
 
     def prepare(self) -> None:
         """Starts to compute the mask of the next token on another thread, unless that has started."""
@@ -196,30 +214,8 @@ class Matcher:
         has_come = self._comes_until(self._mask, 0.0 if self._is_slow else deadline_s)
         if not has_come:
             self._mask = self._overdue(self._mask)
-            has_come = self._is_late_for_long()
-        elif self._late_since_s is not None:
-            self._late_s, self._late_since_s = self._all_late_s(), None
         self.is_late = not has_come or self.is_complete
         return not self.is_late
-
-    def _all_late_s(self) -> float:
-        """Returns for how long steps have left the sequence out."""
-        since_s = self._late_since_s
-        return self._late_s + (0.0 if since_s is None else time.monotonic() - since_s)
-
-    def _is_late_for_long(self) -> bool:
-        """Notes that the present step leaves the sequence out. Fails the answer, and returns whether it does, if steps
-        have done so for too long.
-        """
-        if self._late_since_s is None:
-            self._late_since_s = time.monotonic()
-        if self._all_late_s() <= MAX_LATE_S:
-            return False
-        if self._mask is not None:
-            self._mask.cancel()
-        why = f"its tokens waited for more than {MAX_LATE_S:g} s in all; simplify the format, or ask for fewer answers"
-        self._mask = self._fail(TimeoutError(why))
-        return True
 
     def wait(self, timeout_s: float) -> None:
         """Waits for the mask of the next token for at most ``timeout_s`` seconds."""
@@ -344,6 +340,11 @@ class Matcher:
             if self._num_slow > MAX_SLOW_MASKS:
                 raise TimeoutError(
                     f"of {MAX_SLOW_MASKS + 1} tokens each took more than {MAX_MASK_CPU_S:g} s of processor time"
+                )
+            if not self._constraint.threads.may_be_slow(took_s):
+                raise TimeoutError(
+                    f"masks of more than {FAST_MASK_CPU_S * 1000:g} ms took more than {MAX_SLOW_CPU_S:g} s of "
+                    "processor time while requests waited for a slot"
                 )
             return mask
         except BaseException as error:  # a panic of the library is no ``Exception``; interrupts do not reach here

@@ -103,6 +103,10 @@ class Grammars:
         """Returns the compiled format, if it is kept or in use."""
         return self._kept.get(response_format)
 
+    def slots_are_wanted(self, are_wanted: bool) -> None:
+        """Says whether requests wait for a slot. If so, answers whose masks are slow may fail."""
+        self._threads.are_slots_wanted = are_wanted
+
     def in_use(self) -> set[ResponseFormat]:
         """Returns the formats of requests that have not ended."""
         return self._kept.in_use()

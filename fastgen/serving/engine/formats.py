@@ -14,6 +14,9 @@ from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.runtime.sampling.matcher import CompiledFormat, lower_priority
 from fastgen.runtime.sampling.structured_output import Grammars
 
+# For how long new requests may use a format that is in use already while an older request waits for a place.
+_PATIENCE_S = 5.0
+
 
 @dataclass
 class _Waiting:
@@ -22,6 +25,10 @@ class _Waiting:
     response_format: ResponseFormat
     then: Callable[[], None]
     until_s: float
+    # Whose request it is.
+    owner: object
+    # Since when it waits, by ``time.monotonic``.
+    began_s: float
     # Held from when it is there, so that it is not dropped before the request has it.
     compiled: CompiledFormat | None = None
 
@@ -36,52 +43,83 @@ class FormatThread:
         self._grammars = grammars
         self._thread = ThreadPoolExecutor(1, "fastgen-formats", lower_priority)
         self._compiling: dict[ResponseFormat, Future[CompiledFormat]] = {}
-        # By the number of each request that waits, in their order.
-        self._waiting: dict[int, _Waiting] = {}
+        # The requests that wait, by format and number, in the order of the first one of each format; and their formats.
+        self._waiting: dict[ResponseFormat, dict[int, _Waiting]] = {}
+        self._formats: dict[int, ResponseFormat] = {}
         # Those that wait no longer.
         self._ready: dict[int, _Waiting] = {}
-        # The formats because of which others waited when that was last looked at.
-        self._used: set[ResponseFormat] = set()
+        # By number: questions whether formats can be compiled, what compiles each, and what to do then.
+        self._checks: dict[int, tuple[Future[CompiledFormat], Callable[[], None]]] = {}
+        # The formats in use because of which others waited when that was last looked at; ``None`` if those that wait
+        # are other ones since.
+        self._used: set[ResponseFormat] | None = None
         if grammars is not None:
             with contextlib.suppress(InvalidArgumentError):  # without the library; each request with a format says so
                 grammars.prepare()
 
     @property
     def num_waiting(self) -> int:
-        """Returns the number of requests that wait."""
-        return len(self._waiting) + len(self._ready)
+        """Returns the number of requests and questions that wait."""
+        return len(self._formats) + len(self._ready) + len(self._checks)
 
     def when_compiled(
         self,
         number: int,
         response_format: ResponseFormat | None,
         then: Callable[[], None],
+        *,
         until_s: float = math.inf,
+        owner: object = None,
     ) -> None:
         """Calls ``then`` for request ``number`` when its format is compiled and may be used, and from ``until_s`` by
         ``time.monotonic`` on in any case: now, or in a later :meth:`proceed`.
         """
-        if self._grammars is None or response_format is None:
+        grammars = self._grammars
+        if grammars is None or response_format is None:
             then()
             return
-        self._waiting[number] = _Waiting(response_format, then, until_s)
-        self._begin(self._grammars, is_new=True)
-        if (ready := self._ready.pop(number, None)) is not None:
-            ready.then()
+        if response_format not in self._compiling and self._may_begin(grammars, response_format):
+            if grammars.kept(response_format) is not None:
+                then()
+                return
+            self._compiling[response_format] = self._thread.submit(grammars.compiled, response_format)
+        waiting = _Waiting(response_format, then, until_s, owner, time.monotonic())
+        self._waiting.setdefault(response_format, {})[number] = waiting
+        self._formats[number] = response_format
+
+    def check(self, number: int, response_format: ResponseFormat | None, then: Callable[[], None]) -> None:
+        """Calls ``then`` for question ``number`` when it is known whether the format can be compiled: now, or in a
+        later :meth:`proceed`. It is compiled for that, whatever is in use.
+        """
+        grammars = self._grammars
+        if grammars is None or response_format is None or grammars.kept(response_format) is not None:
+            then()
+            return
+        compiling = self._compiling.get(response_format) or self._thread.submit(grammars.compiled, response_format)
+        self._checks[number] = compiling, then
 
     def cancel(self, number: int) -> None:
-        """Forgets request ``number``, if it waits."""
-        if self._ready.pop(number, None) is not None:
-            return
-        if (waited := self._waiting.pop(number, None)) is None:
-            return
-        is_last = all(other.response_format != waited.response_format for other in self._waiting.values())
-        if is_last and (compiling := self._compiling.pop(waited.response_format, None)) is not None:
-            compiling.cancel()
+        """Forgets request or question ``number``, if it waits."""
+        self._ready.pop(number, None)
+        self._checks.pop(number, None)
+        if number in self._formats:
+            response_format = self._remove(number).response_format
+            if response_format not in self._waiting and response_format in self._compiling:
+                compiling = self._compiling.pop(response_format)
+                if all(compiling is not other for other, _ in self._checks.values()):
+                    compiling.cancel()
+
+    def cancel_all(self, owner: object) -> None:
+        """Forgets the requests of ``owner`` that wait."""
+        waiting = [each for requests in (*self._waiting.values(), self._ready) for each in requests.items()]
+        for number, each in waiting:
+            if each.owner is owner:
+                self.cancel(number)
 
     def proceed(self, until_s: float = math.inf) -> None:
         """Calls what waits no longer, until ``until_s`` by ``time.monotonic``; the rest in a later call."""
-        if self._grammars is not None and self._waiting:
+        if self._grammars is not None and (self._formats or self._checks):
+            self._end_checks(self._grammars)
             self._end_compiling(self._grammars)
             self._begin(self._grammars)
         while self._ready:
@@ -89,6 +127,13 @@ class FormatThread:
             ready.then()
             if time.monotonic() > until_s:
                 break
+
+    def _end_checks(self, grammars: Grammars) -> None:
+        for number in [number for number, (compiling, _) in self._checks.items() if compiling.done()]:
+            compiling, then = self._checks.pop(number)
+            if compiling.exception() is None:
+                grammars.keep(compiling.result())
+            then()
 
     def _end_compiling(self, grammars: Grammars) -> None:
         """Keeps the formats that are compiled by now. Requests whose format cannot be compiled wait no longer: the
@@ -99,35 +144,57 @@ class FormatThread:
             if compiling.exception() is None:
                 compiled = compiling.result()
                 grammars.keep(compiled)
-            numbers = [number for number, each in self._waiting.items() if each.response_format == response_format]
-            for number in numbers:
-                self._let_go(number, compiled)
+            self._let_go(response_format, compiled)
 
-    def _begin(self, grammars: Grammars, *, is_new: bool = False) -> None:
-        """Finds who waits no longer, and has formats compiled that may be used. ``is_new`` says that a request has
-        come."""
-        used, now_s = grammars.in_use(), time.monotonic()
-        used.update(self._compiling, (each.response_format for each in self._ready.values()))
-        if used == self._used and not is_new and all(each.until_s > now_s for each in self._waiting.values()):
+    def _begin(self, grammars: Grammars) -> None:
+        """Finds whose time is over, who may use a format that is there, and which formats are to be compiled."""
+        now_s, used, is_held = time.monotonic(), self._in_use(grammars), False
+        late = (each for each, format_of in self._formats.items() if self._waiting[format_of][each].until_s <= now_s)
+        for number in list(late):
+            self._ready[number] = self._remove(number)
+        if used == self._used:
             return
-        for number, waiting in list(self._waiting.items()):
-            response_format = waiting.response_format
-            if waiting.until_s <= now_s:
-                self._let_go(number)
-            elif response_format not in self._compiling and (
-                response_format in used or len(used) < grammars.max_in_use
-            ):
+        for response_format, requests in list(self._waiting.items()):
+            if response_format in self._compiling:
+                continue
+            if (response_format in used and not is_held) or len(used) < grammars.max_in_use:
                 used.add(response_format)
-                if (compiled := grammars.kept(response_format)) is not None:
-                    self._let_go(number, compiled)
-                else:
+                compiled = grammars.kept(response_format)
+                if compiled is None:
                     self._compiling[response_format] = self._thread.submit(grammars.compiled, response_format)
+                else:
+                    self._let_go(response_format, compiled)
+            else:
+                is_held = is_held or next(iter(requests.values())).began_s <= now_s - _PATIENCE_S
         self._used = used
 
-    def _let_go(self, number: int, compiled: CompiledFormat | None = None) -> None:
-        waiting = self._waiting.pop(number)
-        waiting.compiled = compiled
-        self._ready[number] = waiting
+    def _may_begin(self, grammars: Grammars, response_format: ResponseFormat) -> bool:
+        """Returns whether a new request may use the format, which may be one that others wait for."""
+        blocked = next((each for each in self._waiting if each not in self._compiling), None)
+        used = self._in_use(grammars)
+        if blocked is None:
+            return response_format in used or len(used) < grammars.max_in_use
+        first = next(iter(self._waiting[blocked].values()))
+        return response_format in used and first.began_s > time.monotonic() - _PATIENCE_S
+
+    def _in_use(self, grammars: Grammars) -> set[ResponseFormat]:
+        """Returns the formats that have a place: those of open requests, and those that are on their way to one."""
+        return grammars.in_use().union(self._compiling, (each.response_format for each in self._ready.values()))
+
+    def _let_go(self, response_format: ResponseFormat, compiled: CompiledFormat | None) -> None:
+        """Ends the wait of all requests with a format."""
+        for number in list(self._waiting.get(response_format, ())):
+            self._ready[number] = ready = self._remove(number)
+            ready.compiled = compiled
+
+    def _remove(self, number: int) -> _Waiting:
+        """Removes a request from those that wait."""
+        self._used = None
+        requests = self._waiting[response_format := self._formats.pop(number)]
+        waiting = requests.pop(number)
+        if not requests:
+            del self._waiting[response_format]
+        return waiting
 
     def close(self) -> None:
         """Drops what is not compiled yet."""

@@ -71,8 +71,8 @@ PACE_S = 0.005
 # How long requests of a connection are queued before the next step, and those whose formats are compiled: a call may
 # have thousands of prompts.
 _SUBMITTING_S = 0.003
-# A time limit that has passed at the next step.
-_NO_TIME_S = 1e-9
+# A wait that does not count against a time limit, and a limit that has passed at the next step.
+_SHORT_WAIT_S, _NO_TIME_S = 0.001, 1e-9
 # The longest sleep of an idle engine while a format is compiled.
 _FORMAT_S = 0.002
 
@@ -238,6 +238,7 @@ class EngineLoop:
     def _close(self, server: str) -> None:
         """Ends the requests of a server, and the connection with it."""
         closed = self._connections.close(server)
+        self._formats.cancel_all(closed)
         for opened in [each for each in self._open.values() if each.connection is closed]:
             self._cancel(opened.number)
 
@@ -250,15 +251,15 @@ class EngineLoop:
             return
         began_s = time.monotonic()
         until_s = math.inf if sampling.timeout_s is None else began_s + sampling.timeout_s
-        then = partial(self._queue, connection, message, sampling, until_s)
-        self._formats.when_compiled(message.number, sampling.response_format, then, until_s)
+        then = partial(self._queue, connection, message, sampling, began_s)
+        self._formats.when_compiled(message.number, sampling.response_format, then, until_s=until_s, owner=connection)
 
-    def _queue(self, connection: Connection, message: Submit, sampling: SamplingParams, until_s: float) -> None:
-        """Queues a request that may run until ``until_s`` by ``time.monotonic``."""
+    def _queue(self, connection: Connection, message: Submit, sampling: SamplingParams, came_s: float) -> None:
+        """Queues a request that came at ``came_s`` by ``time.monotonic``."""
         if not connection.is_open:  # it was closed while the format was compiled
             return
         try:
-            generation = self._engine.submit(message.prompt_ids, _with_time_left(sampling, until_s))
+            generation = self._engine.submit(message.prompt_ids, _with_time_left(sampling, time.monotonic() - came_s))
         except Exception as error:  # the requests already in the engine are not affected
             self._refuse(connection, message.number, error)
             return
@@ -301,7 +302,7 @@ class EngineLoop:
         with contextlib.suppress(Exception):  # `refusal` finds the same error
             response_format = self._samplings.unpack(asked.sampling).response_format
         then = partial(self._reply, connection, asked.number, refusal)
-        self._formats.when_compiled(asked.number, response_format, then)
+        self._formats.check(asked.number, response_format, then)
 
     def _drop(self, opened: _Open) -> None:
         """Forgets the request: nothing more is to be reported for it."""
@@ -404,15 +405,14 @@ def main() -> None:
     end_process()
 
 
-def _with_time_left(sampling: SamplingParams, until_s: float) -> SamplingParams:
-    """Returns the parameters of a request that waited for its format and may run until ``until_s`` by
-    ``time.monotonic``. If that has passed, it ends before its first token, and needs no format.
+def _with_time_left(sampling: SamplingParams, waited_s: float) -> SamplingParams:
+    """Returns the parameters of a request that waited so long for its format. If its time is over, it ends before its
+    first token, and needs no format.
     """
-    if sampling.response_format is None or sampling.timeout_s is None:
+    if sampling.response_format is None or sampling.timeout_s is None or waited_s < _SHORT_WAIT_S:
         return sampling
-    left_s = until_s - time.monotonic()
-    if left_s > 0:
-        return changed(sampling, timeout_s=left_s)
+    if sampling.timeout_s > waited_s:
+        return changed(sampling, timeout_s=sampling.timeout_s - waited_s)
     return changed(sampling, timeout_s=_NO_TIME_S, response_format=None)
 
 

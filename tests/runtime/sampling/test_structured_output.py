@@ -557,40 +557,39 @@ def timed(monkeypatch: pytest.MonkeyPatch, lengths_s: list[float]) -> Matcher:
     return constraint.matcher()
 
 
-def test_an_answer_that_is_late_for_long_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps leave it out again and again, and others wait for its slot."""
-    now_s, may_go_on = 0.0, threading.Semaphore(0)
+@pytest.mark.parametrize(
+    ("length_s", "are_wanted", "num_right"), [(0.02, True, 500), (0.02, False, 600), (0.01, True, 600)]
+)
+def test_slow_masks_end_answers_only_while_requests_wait_for_slots(
+    monkeypatch: pytest.MonkeyPatch, length_s: float, are_wanted: bool, num_right: int
+) -> None:
+    """Two answers in one format: 10 s of slow masks are within the limits, those of both together."""
+    masks = _TimedMasks([length_s] * 600)
+    monkeypatch.setattr(matching, "time", SimpleNamespace(thread_time=masks.thread_time, monotonic=lambda: 100.0))
+    threads = MaskThreads()
+    threads.are_slots_wanted = are_wanted
+    compiled, right = CompiledFormat(ANY, masks), 0
+    for _ in range(2):
+        answer = Constraint(compiled, masks, threads, np.zeros(1, np.int32), 0).matcher()
+        for _ in range(300):
+            right += not answer._failure and bool(answer.mask().any())
+            if answer._failure:
+                assert "10 s of processor time while requests waited for a slot" in answer._failure
+                break
+            answer._mask = None
+    assert right == num_right
 
-    class Slow(_TimedMasks):
-        def next_tokens(self, state: Any) -> tuple[Any, bool]:
-            assert may_go_on.acquire(timeout=60)
-            return super().next_tokens(state)
 
-        def get_error(self) -> str:
-            return ""
-
-    masks = Slow([0.0] * 10)
-    clock = SimpleNamespace(thread_time=lambda: 0.0, monotonic=lambda: now_s)
-    monkeypatch.setattr(matching, "time", clock)
-    late = Constraint(CompiledFormat(ANY, masks), masks, MaskThreads(), np.zeros(1, np.int32), 0).matcher()
-    for first_s in (0.0, 100.0):  # each of two masks takes 14 s
-        now_s = first_s
-        assert not late.is_ready(now_s)
-        now_s = first_s + 9.0
-        assert not late.is_ready(now_s)
-        assert not late.error, "it is late"
-        now_s = first_s + 14.0
-        may_go_on.release()
-        late.wait(60.0)
-        assert late.is_ready(now_s)
-        assert not late.error
-        late.advance(0)
-    now_s = 200.0
-    assert not late.is_ready(now_s)
-    now_s = 200.0 + matching.MAX_LATE_S - 28.0 + 0.5
-    assert late.is_ready(now_s), "there is nothing to wait for"
-    assert "waited for more than 30 s" in late.error
-    may_go_on.release()
+def test_the_time_for_slow_masks_refills(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(matching, "time", SimpleNamespace(monotonic=lambda: now_s))
+    threads = MaskThreads()
+    threads.are_slots_wanted = True
+    assert threads.may_be_slow(9.0)
+    assert not threads.may_be_slow(1.5)
+    now_s = 4.0  # a second more
+    assert threads.may_be_slow(0.5)
+    assert not threads.may_be_slow(0.1)
 
 
 class _Awaited:
