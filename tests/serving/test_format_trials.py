@@ -132,7 +132,38 @@ def test_a_format_that_several_requests_wait_for_is_tried_once() -> None:
         queue: Any = TrialQueue(cast(FormatTrials, trials))
         same = ResponseFormat("regex", "a")
         assert set(await asyncio.gather(*(queue.refusal(same) for _ in range(5)))) == {"a is refused"}
-        assert len(trials.begun) <= MAX_PROCESSES
+        assert trials.begun == [same]
+
+    asyncio.run(run())
+
+
+def test_calls_for_one_format_take_one_place_until_the_last_of_them_leaves() -> None:
+    async def run() -> None:
+        trials = _SlowTrials()
+        queue, others = await _queued(trials, MAX_PROCESSES)
+        same = ResponseFormat("regex", "same")
+        calls = [asyncio.create_task(queue.refusal(same)) for _ in range(3 * MAX_WAITING)]
+        await asyncio.sleep(0.01)
+        assert queue._queue._num_waiting == 1
+        calls.pop().cancel()
+        await asyncio.sleep(0.01)
+        assert queue._queue._num_waiting == 1
+        trials.may_end.set()
+        assert set(await asyncio.gather(*others, *calls)) == {"0 is refused", "1 is refused", "same is refused"}
+        assert trials.begun.count(same) == 1
+        assert not queue._trying
+
+        trials.may_end.clear()
+        others = [asyncio.create_task(queue.refusal(ResponseFormat("regex", each))) for each in "ab"]
+        calls = [asyncio.create_task(queue.refusal(ResponseFormat("regex", "left"))) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        for each in calls:
+            each.cancel()
+        await asyncio.sleep(0.01)
+        assert queue._queue._num_waiting == 0
+        trials.may_end.set()
+        await asyncio.gather(*others)
+        assert await queue.refusal(ResponseFormat("regex", "left")) == "left is refused"
 
     asyncio.run(run())
 

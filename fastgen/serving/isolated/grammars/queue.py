@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import dataclass
+
 from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.serving.isolated.grammars.trial import MAX_PROCESSES, FormatTrials
 from fastgen.serving.isolated.queue import WorkQueue
@@ -12,11 +15,22 @@ MAX_WAITING = 16
 _SLOW_TRIAL_S = 1.5
 
 
+@dataclass
+class _Trying:
+    """A format that is tried or waits for that, and how many calls wait for it."""
+
+    task: asyncio.Task[str | None]
+    num_calls: int = 0
+
+
 class TrialQueue:
-    """Tries formats, as many at once as there are processes. It belongs to one event loop."""
+    """Tries formats, as many at once as there are processes, and each once however many calls ask for it. It belongs to
+    one event loop.
+    """
 
     def __init__(self, trials: FormatTrials):
         self._trials = trials
+        self._trying: dict[ResponseFormat, _Trying] = {}
         self._queue = WorkQueue(
             "formats of answers wait to be compiled for the first time",
             max_running=MAX_PROCESSES,
@@ -27,11 +41,23 @@ class TrialQueue:
     async def refusal(self, response_format: ResponseFormat) -> str | None:
         """Returns why the format would be refused, or ``None``. Waits for a trial if it was not tried yet.
 
-        A call that is cancelled while it waits gives up its place. Raises ``OverloadedError`` if the queue is full.
+        Calls that are cancelled while they wait give up the place of their format. Raises ``OverloadedError`` if the
+        queue is full.
         """
         if self._trials.knows(response_format):
             return self._trials.refusal(response_format)
-        return await self._queue.run(lambda: self._trials.refusal(response_format))
+        trying = self._trying.get(response_format)
+        if trying is None:
+            task = asyncio.create_task(self._queue.run(lambda: self._trials.refusal(response_format)))
+            trying = self._trying[response_format] = _Trying(task)
+        trying.num_calls += 1
+        try:
+            return await asyncio.shield(trying.task)
+        finally:
+            trying.num_calls -= 1
+            if not trying.num_calls:
+                del self._trying[response_format]
+                trying.task.cancel()
 
     def close(self) -> None:
         """Ends all trials."""
