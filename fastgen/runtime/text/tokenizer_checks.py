@@ -93,6 +93,8 @@ def _check_part(name: str, rules: Mapping[str, Any]) -> None:
     _check_at_most(f"{its} may put {{}} characters before a text", added_before(rules), MAX_ADDED_CHARACTERS)
     if name == "decoder" and any(_patterns(rules)):
         raise CheckpointError(f"{its} has a regular expression, whose time has no limit")
+    if name == "decoder" and any(rule["type"] == "Strip" and rule["stop"] for rule in _each(rules)):
+        raise CheckpointError(f"{its} removes characters from the end of tokens, and fails where a token has fewer")
 
 
 def _check_at_most(what: str, found: int, most: int) -> None:

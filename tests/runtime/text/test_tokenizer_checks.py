@@ -154,3 +154,15 @@ def test_what_a_post_processor_puts_around_a_text() -> None:
     assert added_around({"type": "Sequence", "processors": [template([S, A], 5), template([A, A])]}) == (2, 10)
     assert added_around({"type": "ByteLevel"}) == (1, 0)
     assert added_around({"type": "RobertaProcessing"}) == (1, 2)
+
+
+@pytest.mark.parametrize("stop", [1, 5])
+def test_a_decoder_that_fails_at_short_tokens_is_refused(stop: int) -> None:
+    """The library panics there, which no handler of errors expects."""
+    backend = Tokenizer(models.BPE({"<s>": 0, "a": 1, " ": 2, "": 3}, []))
+    backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, stop)])
+    with pytest.raises(BaseException, match="out of bounds"):
+        backend.decode([3])
+    tokenizer: Any = SimpleNamespace(backend_tokenizer=backend, get_vocab=backend.get_vocab)
+    with pytest.raises(CheckpointError, match="removes characters from the end of tokens"):
+        check_tokenizer(tokenizer)
