@@ -12,7 +12,7 @@ class Held:
     """Describes what a server holds when all clients have gone."""
 
     num_files: float
-    # The commands of the processes below it, without the numbers in them.
+    # The commands of the processes below it, without the numbers and directories in them.
     processes: tuple[str, ...]
     # The sockets between it and its engine.
     num_sockets: int
@@ -24,7 +24,7 @@ class Held:
         sockets = [Path(word.removeprefix("ipc://")) for words in commands for word in words if word.startswith("ipc:")]
         return cls(
             num_files,
-            tuple(sorted(re.sub(r"\d+", "N", " ".join(words)) for words in commands)),
+            tuple(sorted(re.sub(r"\d+", "N", " ".join(Path(word).name for word in words)) for words in commands)),
             sum(len(list(socket.parent.iterdir())) for socket in sockets),
         )
 
