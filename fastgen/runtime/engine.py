@@ -150,7 +150,7 @@ class Engine:
         """
         self.answers.expire()
         if self.grammars is not None:
-            self.grammars.slots_are_wanted(self.scheduler.num_waiting > 0)
+            self.grammars.slots_are_wanted(self.scheduler.are_slots_wanted)
         step = None
         if self._in_flight is not None:
             ahead = self._launch_ahead(self._in_flight)

@@ -203,6 +203,70 @@ def test_formats_in_use_are_free_to_new_requests_until_another_has_waited_long(
     assert events[3:] == ["last"], "it waits for nobody any more"
 
 
+def test_a_place_that_is_free_before_it_is_looked_for_is_given(thread: FormatThread, grammars: Any) -> None:
+    """A request that came and went between two looks leaves the same formats in use as before."""
+    events: list[str] = []
+    grammars.may_end.set()
+    for each in (FIRST, SECOND):
+        grammars.keep(CompiledFormat(each, None))
+    grammars.used.add(FIRST)
+    thread.when_compiled(0, THIRD, lambda: events.append("first"))
+    thread.when_compiled(1, FOURTH, lambda: None)
+    proceed_until(thread, events, 1)
+    thread.cancel(1)
+    thread.proceed()
+    thread.when_compiled(2, SECOND, lambda: grammars.used.add(SECOND))
+    assert SECOND in grammars.used
+    thread.when_compiled(3, FOURTH, lambda: events.append("waited"))
+    grammars.used.remove(SECOND)
+    proceed_until(thread, events, 2)
+    assert events[1] == "waited"
+
+
+def test_a_request_whose_time_is_over_takes_no_place(thread: FormatThread, grammars: Any) -> None:
+    events: list[str] = []
+    grammars.used |= {FIRST, SECOND}
+    thread.when_compiled(0, THIRD, lambda: events.append("over"), until_s=0.0)
+    thread.when_compiled(1, THIRD, lambda: events.append("too many"))
+    grammars.may_end.set()
+    for _ in range(5):
+        thread.proceed()
+    assert events == ["over"]
+    assert not grammars.begun
+
+
+def test_a_format_that_nobody_wants_any_more_is_not_compiled(thread: FormatThread, grammars: Any) -> None:
+    events: list[str] = []
+    thread.when_compiled(0, FIRST, lambda: None)
+    thread.when_compiled(1, SECOND, lambda: events.append("over"), until_s=0.0)
+    thread.proceed()
+    assert events == ["over"]
+    grammars.may_end.set()
+    thread.close()
+    assert SECOND not in grammars.begun
+
+
+def test_the_oldest_of_all_that_wait_is_waited_for(
+    thread: FormatThread, grammars: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others of the format before it come and go."""
+    events: list[str] = []
+    now_s = 100.0
+    monkeypatch.setattr(formats, "time", SimpleNamespace(monotonic=lambda: now_s))
+    for each in (FIRST, SECOND):
+        grammars.keep(CompiledFormat(each, None))
+        grammars.used.add(each)
+    thread.when_compiled(0, THIRD, lambda: None)
+    thread.when_compiled(1, FOURTH, lambda: None)
+    now_s = 104.0
+    thread.when_compiled(2, THIRD, lambda: None)
+    thread.cancel(0)
+    now_s = 106.0
+    thread.when_compiled(3, FIRST, lambda: events.append("passed"))
+    thread.proceed()
+    assert events == []
+
+
 def test_whether_a_format_can_be_compiled_is_told_whatever_is_in_use(thread: FormatThread, grammars: Any) -> None:
     events: list[str] = []
     grammars.used |= {FIRST, SECOND}
@@ -215,6 +279,7 @@ def test_whether_a_format_can_be_compiled_is_told_whatever_is_in_use(thread: For
     grammars.may_end.set()
     proceed_until(thread, events, 3)
     assert events == ["4", "1", "3"]
+    assert sorted(grammars.begun, key=lambda each: each.text) == [THIRD, FOURTH], "once for all questions"
     thread.check(9, THIRD, lambda: events.append("kept"))
     assert events[3:] == ["kept"]
 
@@ -240,6 +305,11 @@ def test_requests_of_an_owner_that_is_gone_are_forgotten(thread: FormatThread, g
         thread.when_compiled(number, THIRD, lambda number=number: events.append(number), owner=owner)  # type: ignore[misc]
     thread.cancel_all(gone)
     assert thread.num_waiting == 1
+    thread._ready[9] = thread._remove(1)  # it waits no longer, and is not called yet
+    thread.when_compiled(4, THIRD, lambda: events.append(4), owner=gone)
+    thread._ready[4] = thread._remove(4)
+    thread.cancel_all(gone)
+    assert thread._ready.keys() == {9}
     grammars.used.clear()
     grammars.may_end.set()
     proceed_until(thread, events, 1)

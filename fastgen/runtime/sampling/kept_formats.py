@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.runtime.sampling.matcher import CompiledFormat
@@ -37,8 +37,9 @@ class KeptFormats:
 
     def __init__(self, max_bytes: int = MOST_BYTES) -> None:
         self._formats: OrderedDict[ResponseFormat, CompiledFormat] = OrderedDict()
-        # Those and the ones in use.
+        # Those and the ones in use, and beside them spoiled ones.
         self._present: WeakValueDictionary[ResponseFormat, CompiledFormat] = WeakValueDictionary()
+        self._all: WeakSet[CompiledFormat] = WeakSet()
         self._max_bytes = max_bytes
         self._first_bytes = 0
 
@@ -57,12 +58,13 @@ class KeptFormats:
 
     def in_use(self) -> set[ResponseFormat]:
         """Returns the formats of open requests."""
-        return {each.response_format for each in self._present.values() if each.users}
+        return {each.response_format for each in self._all if each.users}
 
     def keep(self, compiled: CompiledFormat) -> None:
         """Keeps a format as the most recent one, and drops others if they are too many. Those in use are dropped
         without a look at the heap, which they stay in.
         """
+        self._all.add(compiled)
         self._present[compiled.response_format] = self._formats[compiled.response_format] = compiled
         self._formats.move_to_end(compiled.response_format)
         while len(self._formats) > MAX_KEPT:

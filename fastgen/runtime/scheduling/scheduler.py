@@ -124,6 +124,11 @@ class Scheduler:
         return len(self.waiting) + self.waiting.num_held
 
     @property
+    def are_slots_wanted(self) -> bool:
+        """Returns whether sequences wait and every slot is taken."""
+        return self.num_waiting > 0 and not self.running.num_free_slots
+
+    @property
     def unfinished(self) -> list[Sequence]:
         return [*self.running, *self.waiting, *self.waiting.held]
 

@@ -49,9 +49,9 @@ class FormatThread:
         # Those that wait no longer.
         self._ready: dict[int, _Waiting] = {}
         # By number: questions whether formats can be compiled, what compiles each, and what to do then.
-        self._checks: dict[int, tuple[Future[CompiledFormat], Callable[[], None]]] = {}
-        # The formats in use because of which others waited when that was last looked at; ``None`` if those that wait
-        # are other ones since.
+        self._checks: dict[int, tuple[ResponseFormat, Future[CompiledFormat], Callable[[], None]]] = {}
+        # The formats in use because of which others waited when that was last looked at; ``None`` if a request has gone
+        # since.
         self._used: set[ResponseFormat] | None = None
         if grammars is not None:
             with contextlib.suppress(InvalidArgumentError):  # without the library; each request with a format says so
@@ -82,7 +82,7 @@ class FormatThread:
             if grammars.kept(response_format) is not None:
                 then()
                 return
-            self._compiling[response_format] = self._thread.submit(grammars.compiled, response_format)
+            self._compiling[response_format] = self._compilation(grammars, response_format)
         waiting = _Waiting(response_format, then, until_s, owner, time.monotonic())
         self._waiting.setdefault(response_format, {})[number] = waiting
         self._formats[number] = response_format
@@ -95,19 +95,14 @@ class FormatThread:
         if grammars is None or response_format is None or grammars.kept(response_format) is not None:
             then()
             return
-        compiling = self._compiling.get(response_format) or self._thread.submit(grammars.compiled, response_format)
-        self._checks[number] = compiling, then
+        self._checks[number] = response_format, self._compilation(grammars, response_format), then
 
     def cancel(self, number: int) -> None:
         """Forgets request or question ``number``, if it waits."""
         self._ready.pop(number, None)
         self._checks.pop(number, None)
         if number in self._formats:
-            response_format = self._remove(number).response_format
-            if response_format not in self._waiting and response_format in self._compiling:
-                compiling = self._compiling.pop(response_format)
-                if all(compiling is not other for other, _ in self._checks.values()):
-                    compiling.cancel()
+            self._leave(number)
 
     def cancel_all(self, owner: object) -> None:
         """Forgets the requests of ``owner`` that wait."""
@@ -129,8 +124,8 @@ class FormatThread:
                 break
 
     def _end_checks(self, grammars: Grammars) -> None:
-        for number in [number for number, (compiling, _) in self._checks.items() if compiling.done()]:
-            compiling, then = self._checks.pop(number)
+        for number in [number for number, (_, compiling, _) in self._checks.items() if compiling.done()]:
+            _, compiling, then = self._checks.pop(number)
             if compiling.exception() is None:
                 grammars.keep(compiling.result())
             then()
@@ -148,11 +143,12 @@ class FormatThread:
 
     def _begin(self, grammars: Grammars) -> None:
         """Finds whose time is over, who may use a format that is there, and which formats are to be compiled."""
-        now_s, used, is_held = time.monotonic(), self._in_use(grammars), False
+        now_s, is_held = time.monotonic(), False
         late = (each for each, format_of in self._formats.items() if self._waiting[format_of][each].until_s <= now_s)
         for number in list(late):
-            self._ready[number] = self._remove(number)
-        if used == self._used:
+            self._ready[number] = self._leave(number)
+        used = self._in_use(grammars)
+        if used == self._used and len(used) >= grammars.max_in_use:
             return
         for response_format, requests in list(self._waiting.items()):
             if response_format in self._compiling:
@@ -161,7 +157,7 @@ class FormatThread:
                 used.add(response_format)
                 compiled = grammars.kept(response_format)
                 if compiled is None:
-                    self._compiling[response_format] = self._thread.submit(grammars.compiled, response_format)
+                    self._compiling[response_format] = self._compilation(grammars, response_format)
                 else:
                     self._let_go(response_format, compiled)
             else:
@@ -170,16 +166,33 @@ class FormatThread:
 
     def _may_begin(self, grammars: Grammars, response_format: ResponseFormat) -> bool:
         """Returns whether a new request may use the format, which may be one that others wait for."""
-        blocked = next((each for each in self._waiting if each not in self._compiling), None)
         used = self._in_use(grammars)
-        if blocked is None:
+        blocked = ((number, each) for number, each in self._formats.items() if each not in self._compiling)
+        oldest = next((self._waiting[each][number] for number, each in blocked), None)
+        if oldest is None:
             return response_format in used or len(used) < grammars.max_in_use
-        first = next(iter(self._waiting[blocked].values()))
-        return response_format in used and first.began_s > time.monotonic() - _PATIENCE_S
+        return response_format in used and oldest.began_s > time.monotonic() - _PATIENCE_S
 
     def _in_use(self, grammars: Grammars) -> set[ResponseFormat]:
         """Returns the formats that have a place: those of open requests, and those that are on their way to one."""
-        return grammars.in_use().union(self._compiling, (each.response_format for each in self._ready.values()))
+        ready = (each.response_format for each in self._ready.values() if each.compiled is not None)
+        return grammars.in_use().union(self._compiling, ready)
+
+    def _compilation(self, grammars: Grammars, response_format: ResponseFormat) -> Future[CompiledFormat]:
+        """Returns what compiles a format, which is compiled once for all requests and questions."""
+        checked = (compiling for each, compiling, _ in self._checks.values() if each == response_format)
+        found = self._compiling.get(response_format) or next(checked, None)
+        return found or self._thread.submit(grammars.compiled, response_format)
+
+    def _leave(self, number: int) -> _Waiting:
+        """Removes a request that waits no longer for its format, which is not compiled if nobody else wants it."""
+        waiting = self._remove(number)
+        response_format = waiting.response_format
+        if response_format not in self._waiting and response_format in self._compiling:
+            compiling = self._compiling.pop(response_format)
+            if all(compiling is not other for _, other, _ in self._checks.values()):
+                compiling.cancel()
+        return waiting
 
     def _let_go(self, response_format: ResponseFormat, compiled: CompiledFormat | None) -> None:
         """Ends the wait of all requests with a format."""

@@ -238,6 +238,9 @@ class EngineLoop:
     def _close(self, server: str) -> None:
         """Ends the requests of a server, and the connection with it."""
         closed = self._connections.close(server)
+        if closed is None:
+            return
+        closed.submits.clear()
         self._formats.cancel_all(closed)
         for opened in [each for each in self._open.values() if each.connection is closed]:
             self._cancel(opened.number)

@@ -44,9 +44,11 @@ def test_beams_have_slots_for_all_or_none() -> None:
     first, second, third = add(scheduler, 2, 5, beam_width=3)
     add(scheduler, 3, 2)
     assert taken(step(scheduler)) == [(0, 3, 1), (1, 3, 1)]  # two slots are free, and no request overtakes
+    assert not scheduler.are_slots_wanted
     scheduler.finish(scheduler.running.decodes[0])
     assert taken(step(scheduler)) == [(1, 4, 1), (2, 0, 5)]
     assert scheduler.running.num_free_slots == 0
+    assert scheduler.are_slots_wanted, "the last request waits for one"
     scheduler.forks.fork(first, second)
     scheduler.forks.fork(first, third)
     scheduler.check_integrity()
