@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sized
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,7 +101,7 @@ def test_requests_with_the_same_format_go_on_one_after_another_where_time_is_sho
 ) -> None:
     events: list[int] = []
     for number in range(4):
-        thread.when_compiled(number, FIRST, lambda number=number: events.append(number))  # type: ignore[misc]
+        thread.when_compiled(number, FIRST, partial(events.append, number))
     grammars.may_end.set()
     thread._compiling[FIRST].result(20)
     thread.proceed(0.0)
@@ -117,7 +118,7 @@ def test_a_cancelled_request_is_forgotten_and_so_is_the_format_that_only_it_had(
 ) -> None:
     events: list[str] = []
     for number, each in enumerate((FIRST, SECOND, FIRST)):
-        thread.when_compiled(number, each, lambda number=number: events.append(f"{number}"))  # type: ignore[misc]
+        thread.when_compiled(number, each, partial(events.append, f"{number}"))
     for number in (0, 1, 1, 7):
         thread.cancel(number)
     grammars.may_end.set()
@@ -160,7 +161,7 @@ def test_a_format_that_is_kept_waits_behind_others_for_its_use(thread: FormatThr
     grammars.keep(CompiledFormat(FOURTH, None))
     grammars.used |= {FIRST, SECOND}
     for number, each in enumerate((THIRD, FOURTH)):
-        thread.when_compiled(number, each, lambda each=each: events.append(each.text))  # type: ignore[misc]
+        thread.when_compiled(number, each, partial(events.append, each.text))
     thread.proceed()
     assert events == []
     grammars.used.remove(FIRST)
@@ -200,7 +201,7 @@ def test_formats_in_use_are_free_to_new_requests_until_another_has_waited_long(
     assert len(events) == 3
     thread.cancel(4)
     thread.proceed()
-    assert events[3:] == ["last"], "it waits for nobody any more"
+    assert events[3:] == ["last"], "no older request waits"
 
 
 def test_a_place_that_is_free_before_it_is_looked_for_is_given(thread: FormatThread, grammars: Any) -> None:
@@ -272,7 +273,7 @@ def test_whether_a_format_can_be_compiled_is_told_whatever_is_in_use(thread: For
     grammars.used |= {FIRST, SECOND}
     thread.when_compiled(0, THIRD, lambda: events.append("never"))
     for number, each in enumerate((THIRD, FOURTH, FOURTH, None), 1):
-        thread.check(number, each, lambda number=number: events.append(f"{number}"))  # type: ignore[misc]
+        thread.check(number, each, partial(events.append, f"{number}"))
     assert events == ["4"]
     assert thread.num_waiting == 4
     thread.cancel(2)
@@ -288,12 +289,12 @@ def test_a_question_shares_a_compilation_and_keeps_it(thread: FormatThread, gram
     events: list[str] = []
     for number, each in enumerate((FIRST, SECOND)):
         thread.when_compiled(number, each, lambda: events.append("never"))
-    thread.check(7, SECOND, lambda: events.append("told"))
+    thread.check(7, SECOND, lambda: events.append("answered"))
     thread.cancel(1)
     thread.cancel(0)
     grammars.may_end.set()
     proceed_until(thread, events, 1)
-    assert events == ["told"]
+    assert events == ["answered"]
     assert grammars.begun.count(SECOND) == 1
 
 
@@ -302,7 +303,7 @@ def test_requests_of_an_owner_that_is_gone_are_forgotten(thread: FormatThread, g
     grammars.used |= {FIRST, SECOND}
     gone, other = object(), object()
     for number, owner in enumerate((gone, other, gone)):
-        thread.when_compiled(number, THIRD, lambda number=number: events.append(number), owner=owner)  # type: ignore[misc]
+        thread.when_compiled(number, THIRD, partial(events.append, number), owner=owner)
     thread.cancel_all(gone)
     assert thread.num_waiting == 1
     thread._ready[9] = thread._remove(1)  # it waits no longer, and is not called yet
@@ -319,7 +320,7 @@ def test_requests_of_an_owner_that_is_gone_are_forgotten(thread: FormatThread, g
 def test_a_request_that_leaves_takes_no_compilation_from_another(thread: FormatThread, grammars: Any) -> None:
     events: list[str] = []
     for number, each in enumerate((FIRST, SECOND, SECOND)):
-        thread.when_compiled(number, each, lambda number=number: events.append(f"{number}"))  # type: ignore[misc]
+        thread.when_compiled(number, each, partial(events.append, f"{number}"))
     thread.cancel(1)
     grammars.may_end.set()
     proceed_until(thread, events, 2)

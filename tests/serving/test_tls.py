@@ -237,7 +237,7 @@ def test_a_handshake_that_is_open_when_the_server_ends_is_cut() -> None:
 
 
 def test_a_grpc_client_that_does_not_speak_tls_leaves_no_line(tmp_path: Path) -> None:
-    """gRPC's library writes to standard error itself. If nobody reads that, a flood of such clients stops it."""
+    """Lines that gRPC's library writes to standard error itself would fill a pipe, and block the server."""
     flags = ("--grpc-port", "0", "--tls-cert", str(CERTIFICATE), "--tls-key", str(KEY))
     log = tmp_path / "log"
     with log.open("w") as file, served("tiny-llama", *flags, stderr=file.fileno()) as server:

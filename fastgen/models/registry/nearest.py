@@ -56,7 +56,7 @@ _OTHER: Final = "{index}"
 _ABOUT_EXPERTS: Final = re.compile(r"expert|moe|mlp|ffn|ff\b|feed_forward", re.IGNORECASE)
 _INDEX: Final = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 _WEIGHTS_OF_SCORE: Final = (1.0, 0.3, 0.3)  # weights of structure, names, config keys
-_LISTED: Final = 8  # tensors that an error names
+LISTED: Final = 8  # tensors that an error names
 _HINT_AT: Final = 0.5  # smallest share of explained tensors at which the nearest recipe is worth naming
 
 Shape = tuple[int, ...]
@@ -115,9 +115,9 @@ def beyond_language(shapes: Mapping[str, Shape]) -> str:
     listed = [f"{name} {list(shape)}" for name, shape in deep if _LAYER in name]
     if not listed:
         return ""
-    more = f" and {len(listed) - _LISTED:,} more" if len(listed) > _LISTED else ""
+    more = f" and {len(listed) - LISTED:,} more" if len(listed) > LISTED else ""
     return (
-        f"Of the tensors in its layers, these have more than two axes: {', '.join(listed[:_LISTED])}{more}. That is a "
+        f"Of the tensors in its layers, these have more than two axes: {', '.join(listed[:LISTED])}{more}. That is a "
         "convolution, or all experts in one tensor. The recipe language has neither: each expert needs tensors of its "
         "own"
     )

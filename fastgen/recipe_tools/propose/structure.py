@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fastgen.errors import CheckpointError
-from fastgen.models.registry.nearest import beyond_language
+from fastgen.models.registry.nearest import LISTED, beyond_language
 from fastgen.recipe_tools.propose.evidence import Evidence, Experts, Module
 from fastgen.recipe_tools.propose.keys import Keys
 from fastgen.recipe_tools.propose.matching import Match, match_experts, match_layer
@@ -21,7 +21,6 @@ from fastgen.recipe_tools.propose.words import (
     words,
 )
 
-_LISTED: Final = 8  # tensors that an error names
 _USUAL_HEAD_DIMS: Final = (128, 64, 96, 80, 256, 32, 112, 160, 16, 8)
 
 
@@ -117,7 +116,7 @@ def _no_part(part: str, evidence: Evidence, hidden: int) -> str:
         f"{module.name}.{last}".lstrip("."): shape for module in evidence.layer for last, shape in module.shapes.items()
     }
     message = f"no modules below {at} fit {'an' if part[0] == 'a' else 'a'} {part} over {hidden} features"
-    listed = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items())[:_LISTED])
+    listed = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items())[:LISTED])
     return f"{message}; there are {listed or 'only indices'}"
 
 

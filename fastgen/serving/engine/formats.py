@@ -185,7 +185,7 @@ class FormatThread:
         return found or self._thread.submit(grammars.compiled, response_format)
 
     def _leave(self, number: int) -> _Waiting:
-        """Removes a request that waits no longer for its format, which is not compiled if nobody else wants it."""
+        """Removes a request from those that wait. Its format is no longer compiled if no other request waits for it."""
         waiting = self._remove(number)
         response_format = waiting.response_format
         if response_format not in self._waiting and response_format in self._compiling:
