@@ -204,6 +204,26 @@ def test_the_requests_of_a_server_that_is_gone_end_and_those_of_others_do_not(pr
     assert not known_requests(process.loop)
 
 
+def test_requests_of_a_server_that_is_gone_wait_for_no_format(process: Process) -> None:
+    """Neither those that wait for their format, nor those that are not looked at yet."""
+    grammars: Any = _Grammars()
+    grammars.used |= {ResponseFormat("regex", text) for text in "xy"}
+    process.loop._formats = FormatThread(grammars)
+    a, sampling = (
+        process.let_in("a"),
+        SamplingPacker().pack(SamplingParams(response_format=ResponseFormat("regex", "a"))),
+    )
+    a.send(*[Submit(number, [5], sampling, True) for number in range(3)])
+    process.run(lambda: process.status.num_open == 3)
+    (connection,) = [each for each in process.loop._connections if each is not process.loop._connections.parent]
+    connection.submits[9] = Submit(9, [5], sampling, True)
+    process.loop._close("a")
+    assert process.loop._formats.num_waiting == 0
+    assert process.loop._num_submits == 0
+    assert not connection.submits
+    assert not grammars.begun
+
+
 def test_a_server_that_was_let_in_anew_has_no_requests_from_before(process: Process) -> None:
     first = process.let_in("a")
     first.send(submit(1, END))

@@ -2,6 +2,6 @@
 
 import os
 
-# Without this, gRPC's library writes a line to standard error for each failed TLS handshake. If standard error is a full
-# pipe, the library's threads block there, and the server cannot end. The library reads this when it is imported.
+# Without this, gRPC's library writes a line to standard error for each failed TLS handshake. If standard error is a
+# full pipe, the library's threads block there, and the server cannot end. The library reads this when it is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
