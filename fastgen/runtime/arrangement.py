@@ -10,7 +10,7 @@ import torch
 
 from fastgen.arguments import parse_bytes
 from fastgen.compile.host.device import Device, current
-from fastgen.compile.host.group_ranks import MeetingPoint
+from fastgen.compile.host.group_ranks import MeetingPoint, chosen_sums
 from fastgen.errors import InvalidArgumentError
 from fastgen.models.measure import ModelBuild
 from fastgen.models.shard.shard import shard
@@ -31,6 +31,7 @@ def check_arrangement(options: LoadOptions, device: Device) -> None:
         return
     if device.kind == "cuda":
         _check_gpus(count, device)
+        chosen_sums()
     elif count > 2 * device.num_cores:
         raise InvalidArgumentError(
             f"tensor_parallel={count}: this machine has {device.num_cores} cores, and at most two ranks share one; ask "
@@ -116,4 +117,4 @@ def _meeting_point(device: Device) -> MeetingPoint | None:
     """Returns where ranks with a GPU each meet; ``None`` on a CPU, where they share memory."""
     if device.kind == "cpu":
         return None
-    return MeetingPoint("nccl", Path(tempfile.mkdtemp(prefix="fastgen-ranks-")) / "meeting")
+    return MeetingPoint("nccl", Path(tempfile.mkdtemp(prefix="fastgen-ranks-")) / "meeting", chosen_sums())

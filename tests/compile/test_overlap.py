@@ -32,7 +32,7 @@ from fastgen.compile.ops.norm.triton import norm_spec
 from fastgen.compile.ops.overlap import overlapped
 from fastgen.compile.ops.qkv.head_norm import HeadNorm
 from fastgen.compile.ops.qkv.triton import qkv_spec
-from fastgen.compile.ops.ranks.triton import sum_parts_spec
+from fastgen.compile.ops.ranks.triton import sum_parts_spec, symmetric_sum_spec
 from fastgen.compile.render import render_body
 from fastgen.compile.spec import KernelSpec
 from fastgen.models.kernels import kernel_specs
@@ -79,6 +79,7 @@ OTHERS = {
         combine_spec(4096, 2, "bf16"),
     ],
     "sum over ranks": [sum_parts_spec(2, "bf16"), sum_parts_spec(8, "fp32")],
+    "sum through memory": [symmetric_sum_spec(2, "bf16", 1), symmetric_sum_spec(8, "fp32", 2)],
 }
 
 

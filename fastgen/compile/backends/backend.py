@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -63,6 +63,11 @@ class Backend(ABC):
     def all_reduce(self, num_ranks: int, dtype: torch.dtype) -> AllReduceOp:
         """Returns the sum over all ranks of numbers of ``dtype``."""
         return AllReduce(self.ranks, num_ranks)
+
+    def choose_sums(self, row_counts: Iterable[int], num_features: int, device: torch.device) -> None:
+        """Chooses how ranks add, for steps of ``row_counts`` rows of ``num_features`` numbers. All ranks call it at
+        once, when they have loaded."""
+        return None  # there is one way
 
     def gather(self, num_ranks: int) -> GatherOp:
         """Returns what gathers columns of all ranks on rank 0."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
@@ -33,6 +33,7 @@ from fastgen.compile.backends.modules.triton import (
     Router,
 )
 from fastgen.compile.backends.ops import Table
+from fastgen.compile.backends.rank_sums import RankSums
 from fastgen.compile.backends.shapes import (
     ActivationShape,
     ExpertsShape,
@@ -75,7 +76,6 @@ from fastgen.compile.ops.linear.triton import LinearKernel
 from fastgen.compile.ops.norm.triton import NormKernel, norm_spec
 from fastgen.compile.ops.overlap import overlapped
 from fastgen.compile.ops.qkv.triton import QkvKernel, qkv_spec
-from fastgen.compile.ops.ranks.triton import SumPartsKernel, sum_parts_spec
 from fastgen.compile.ops.sampling.triton import SamplingKernel, SamplingSpecs, sampling_specs
 from fastgen.compile.spec import KernelSpec, dtype_name
 from fastgen.compile.weights.formats import WeightOnlyFormat
@@ -92,18 +92,19 @@ class TritonBackend(Backend):
     ):
         super().__init__(facts, loader)
         self.max_rows, self.max_num_seqs = max_rows, max_num_seqs
+        self._sums = RankSums(self.kernels, facts.arch)
 
     def ops(self, model: ModelShape) -> TritonOps:
-        """Returns what makes the ops of a model."""
         return TritonOps(self, model)
 
     def all_reduce(self, num_ranks: int, dtype: torch.dtype) -> AllReduce:
-        """Returns the sum over all ranks of numbers of ``dtype``, which a kernel adds."""
-        spec = overlapped(sum_parts_spec(num_ranks, dtype_name(dtype)), self.facts.arch)
-        return AllReduce(self.ranks, num_ranks, SumPartsKernel(self.kernels.kernel(spec)))
+        return self._sums.all_reduce(self.ranks, num_ranks, dtype)
+
+    def choose_sums(self, row_counts: Iterable[int], num_features: int, device: torch.device) -> None:
+        if self.ranks.symmetric is not None and self.ranks.symmetric.is_measured:
+            self._sums.choose(self.ranks, row_counts, num_features, device, self.graph_pool(device))
 
     def slot_sampling(self, vocab_size: int, *, max_rows: int, sampled_ids: Tensor) -> SamplingKernel:
-        """Returns the kernels that sample on the device by the parameters of each slot, into ``sampled_ids [S]``."""
         return SamplingKernel(
             self._sampling_specs(vocab_size),
             self.kernels.kernel,
@@ -114,7 +115,6 @@ class TritonBackend(Backend):
         )
 
     def engine_specs(self, vocab_size: int) -> list[KernelSpec]:
-        """Returns the sampler's kernels."""
         return list(self._sampling_specs(vocab_size))
 
     def _sampling_specs(self, vocab_size: int) -> SamplingSpecs:

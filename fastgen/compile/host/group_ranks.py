@@ -12,16 +12,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from fastgen.compile.host.device import being_current
 from fastgen.compile.host.rank_memory import LOADING_TIMEOUT_S
-from fastgen.errors import RankError
+from fastgen.compile.host.symmetric_memory import SymmetricMemory, of_file, of_gpus
+from fastgen.errors import InvalidArgumentError, RankError
 
 Library = Literal["nccl", "gloo"]
+# How ranks add: by exchanges of the library, through symmetric memory where that was measured to be faster, or through
+# it wherever it has room.
+Sums = Literal["library", "measured", "symmetric"]
+_SUMS: tuple[Sums, ...] = get_args(Sums)
 
 # By default torch ends the whole process when a rank does not come or NCCL seems to hang. Here the leader notices that
 # a rank is lost, and ends the group.
@@ -30,6 +35,8 @@ _NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MON
 
 class GroupRanks:
     """One rank of the process ``group``. On a GPU all is launched on the current stream, and can be captured."""
+
+    symmetric: SymmetricMemory | None = None
 
     def __init__(self, group: Any, index: int, count: int):
         from torch._C import _distributed_c10d as c10d  # not above: some builds of torch lack it
@@ -61,6 +68,8 @@ class GroupRanks:
 
     def abort(self) -> None:
         """Ends every exchange of this rank, also those that a GPU waits in. No exchange may follow."""
+        if self.symmetric is not None:
+            self.symmetric.end()
         self._group.abort()
 
     @staticmethod
@@ -75,11 +84,22 @@ class GroupRanks:
 
 
 class MeetingPoint(NamedTuple):
-    """The place where the ranks of a group find each other. ``library`` connects them. It makes the ``file``, which is
-    not there before."""
+    """The place where the ranks of a group find each other, and how they add. ``library`` connects them. It makes the
+    ``file``, which is not there before."""
 
     library: Library
     file: Path
+    sums: Sums = "library"
+
+
+def chosen_sums() -> Sums:
+    """Returns how ranks with a GPU each are to add: ``FASTGEN_RANK_SUMS`` in the environment. Raises
+    :class:`InvalidArgumentError`."""
+    value = os.environ.get("FASTGEN_RANK_SUMS", "library")
+    for each in _SUMS:
+        if each == value:
+            return each
+    raise InvalidArgumentError(f"FASTGEN_RANK_SUMS={value}: ranks add by one of {', '.join(_SUMS)}")
 
 
 def open_group(meeting: MeetingPoint, index: int, count: int, device: torch.device) -> GroupRanks:
@@ -106,6 +126,13 @@ def open_group(meeting: MeetingPoint, index: int, count: int, device: torch.devi
         there = here.new_empty(count)
         ranks.all_gather(here, there)  # NCCL connects in the first exchange
         assert there.tolist() == list(range(count)), "each rank is connected under its own number"
+        if meeting.sums != "library":
+            is_measured, memory = meeting.sums == "measured", meeting.file.with_suffix(".memory")
+            if device.type == "cpu":
+                ranks.symmetric = of_file(memory, count, is_measured=is_measured)
+            else:
+                others = c10d.PrefixStore("symmetric memory", store)
+                ranks.symmetric = of_gpus(others, str(memory), index, count, device, is_measured=is_measured)
     return ranks
 
 

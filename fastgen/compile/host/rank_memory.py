@@ -132,6 +132,8 @@ def _unnamed_file(size_bytes: int) -> int:
 class SharedRanks:
     """Rank ``index`` of those that share ``memory``."""
 
+    symmetric = None
+
     def __init__(self, memory: RankMemory, index: int, timeout_s: float = TIMEOUT_S):
         self.memory, self.index, self.timeout_s = memory, index, timeout_s
 

@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from fastgen.compile.host.symmetric_memory import SymmetricMemory
+
 
 def share(total: int, index: int, count: int) -> tuple[int, int]:
     """Returns the first of ``total`` things that rank ``index`` of ``count`` has, and the end; shares are as equal as
@@ -21,6 +23,10 @@ class Ranks(Protocol):
 
     @property
     def count(self) -> int: ...
+
+    @property
+    def symmetric(self) -> SymmetricMemory | None:
+        """Returns the memory through which kernels add; ``None`` where there is none."""
 
     def all_max(self, x: Tensor) -> None:
         """Replaces the contiguous ``x`` by the largest of all ranks' numbers in each place. It is called while weights
@@ -43,7 +49,7 @@ _NOT_CONNECTED = "a rank's model runs only where it is connected to the others"
 class DescribedRanks:
     """Ranks of a model that is described on the ``meta`` device, where there is nothing to send."""
 
-    index, count = 0, 1
+    index, count, symmetric = 0, 1, None
 
     def all_max(self, x: Tensor) -> None:
         """Does nothing."""

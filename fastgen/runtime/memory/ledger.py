@@ -19,7 +19,9 @@ from fastgen.arguments import shown_bytes
 from fastgen.compile.backends.model_ops import Ops
 from fastgen.compile.capture.allocations import META
 from fastgen.compile.host.device import Device
+from fastgen.compile.host.group_ranks import chosen_sums
 from fastgen.compile.host.rank_memory import memory_bytes
+from fastgen.compile.host.symmetric_memory import buffer_bytes
 from fastgen.layers.kv_cache import PagedKVCache
 from fastgen.models.builder import kv_groups, kv_shapes
 from fastgen.models.measure import ModelBuild, measured
@@ -44,6 +46,7 @@ MEANINGS: Final = {
     "sampling": "parameters and state of sampling, for each sequence",
     "kernels' workspaces": "scratch memory of kernels",
     "shared with other ranks": "what ranks of the model exchange; all ranks have it once together",
+    "symmetric memory": "a buffer through which all ranks add, each with a GPU of its own",
     "attention's parts": "partial results of attention over long texts",
     "compiled formats": "formats of answers, at most; they come with requests, and beyond this the oldest goes",
     "temporaries": "comes and goes; the phase that takes most",
@@ -165,8 +168,10 @@ class MemoryModel:
         yield LedgerRow("sampling", storage_bytes(sampling_tensors(self._backend, self.build, config)), seqs)
         ops = self._ops(config)
         yield LedgerRow("kernels' workspaces", storage_bytes(ops.workspaces()), budget)
-        if self.build.spec.rank.count > 1 and on_host:
+        if (count := self.build.spec.rank.count) > 1 and on_host:
             yield LedgerRow("shared with other ranks", memory_bytes(*rank_memory_sizes(self.build.spec, config)))
+        elif count > 1 and chosen_sums() != "library":
+            yield LedgerRow("symmetric memory", buffer_bytes(count))
         yield LedgerRow("attention's parts", storage_bytes(ops.attention_parts()), f"{budget}, {length}")
         if on_host:
             yield LedgerRow("compiled formats", most_kept_bytes(self.device.memory_bytes))

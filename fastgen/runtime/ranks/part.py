@@ -107,6 +107,9 @@ def load_forward(
         backend=backend,
     )
     before_steps()
+    sizes = captured_sizes(config.token_budget)
+    with torch.inference_mode():
+        backend.choose_sums(sizes, spec.hidden_size, device)
     results = Results(spec.hidden_size, spec.vocab_size, backend.activation_dtype(dtype), device)
     ranks = backend.ranks if spec.rank.count > 1 else None
     forward = _forward(

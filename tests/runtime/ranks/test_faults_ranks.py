@@ -71,10 +71,12 @@ def is_there(process: int) -> bool:
     return state != "Z"
 
 
-def run_until_lost(llm: LLM, fault: int) -> tuple[str, float]:
+def run_until_lost(
+    llm: LLM, fault: int, prompt: list[int] | None = None, max_new_tokens: int = 120
+) -> tuple[str, float]:
     """The error of a request during which the first other rank gets the signal ``fault``, and the seconds it took."""
     (process,) = followers(os.getpid())
-    stream = llm.stream(prompts(1)[0], max_new_tokens=120, ignore_eos=True)
+    stream = llm.stream(prompt or prompts(1)[0], max_new_tokens=max_new_tokens, ignore_eos=True)
     next(stream)
     os.kill(process, fault)
     began_s = time.monotonic()

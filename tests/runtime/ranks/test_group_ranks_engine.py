@@ -13,12 +13,14 @@ import torch
 import transformers
 
 import fastgen
+from fastgen.compile.backends.triton import TritonBackend
 from fastgen.compile.capture.tape import LibraryCall, Tape
-from fastgen.compile.host.group_ranks import GroupRanks, MeetingPoint
+from fastgen.compile.host.group_ranks import GroupRanks, MeetingPoint, chosen_sums
 from fastgen.errors import RankError
 from fastgen.runtime.answers.generation import Generation
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.ranks.leading import LeadingForward
+from fastgen.runtime.scheduling.policies.splitfuse import captured_sizes
 from fastgen.runtime.step.step import Step
 from tests.fast import cases
 from tests.reference import randomise, save
@@ -26,6 +28,7 @@ from tests.runtime.ranks.models import VOCAB_SIZE, prompts, save_family
 from tests.runtime.ranks.test_faults_ranks import followers, is_there, run_until_lost
 from tests.runtime.test_same_answer_triton import OPTIONS, PROMPTS, SAMPLINGS, SIZES
 
+NUM_SUMS = 1 + 2 * SIZES["num_hidden_layers"]  # of a step
 SMALL: dict[str, Any] = OPTIONS | {"token_budget": 8}
 
 
@@ -35,7 +38,7 @@ def meetings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     (tmp_path / "meetings").mkdir()
 
     def meeting_point(device: object) -> MeetingPoint:
-        return MeetingPoint("gloo", Path(tempfile.mkdtemp(dir=tmp_path / "meetings")) / "meeting")
+        return MeetingPoint("gloo", Path(tempfile.mkdtemp(dir=tmp_path / "meetings")) / "meeting", chosen_sums())
 
     monkeypatch.setattr("fastgen.runtime.arrangement._meeting_point", meeting_point)
     return tmp_path / "meetings"
@@ -67,12 +70,15 @@ def answers(llm: LLM) -> tuple[list[list[int]], int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by_group", [True, False])
-def test_steps_run_ahead_and_have_their_sums(by_group: bool, model: Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("sums", ["library", "symmetric", "in shared memory"])
+def test_steps_run_ahead_and_have_their_sums(
+    sums: str, model: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with fastgen.load(model, **SMALL) as llm:
         expected, num_ahead = answers(llm)
         assert num_ahead > 5
-    if by_group:
+    if sums != "in shared memory":
+        monkeypatch.setenv("FASTGEN_RANK_SUMS", sums)
         request.getfixturevalue("meetings")
     with fastgen.load(model, **SMALL, tensor_parallel=2) as llm:
         found, ahead = answers(llm)
@@ -86,8 +92,9 @@ def test_steps_run_ahead_and_have_their_sums(by_group: bool, model: Path, reques
         for graph in own._forwards.values():  # type: ignore[attr-defined]
             assert isinstance(graph, Tape)
             entries = [str(each) for each in graph.entries]
-            num_added = sum(each.startswith("sum_parts") for each in entries)
-            assert entries.count("all_gather") == num_added == 1 + 2 * SIZES["num_hidden_layers"]
+            kernel, num_exchanges = ("symmetric_sum", 0) if sums == "symmetric" else ("sum_parts", NUM_SUMS)
+            assert sum(each.startswith(kernel) for each in entries) == NUM_SUMS
+            assert entries.count("all_gather") == num_exchanges
         for graph in own._heads.values():  # type: ignore[attr-defined]
             calls = [str(each) for each in graph.entries if isinstance(each, LibraryCall)]
             assert calls.count("all_gather") == calls.count("broadcast") == 1
@@ -126,6 +133,34 @@ def test_a_lost_rank_ends_the_model(fault: signal.Signals, meetings: Path, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_waited_for_in_memory_is_lost(
+    fault: signal.Signals, meetings: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTGEN_RANK_SUMS", "symmetric")
+    with fastgen.load(model, **SMALL, tensor_parallel=2) as llm:
+        (process,) = followers(os.getpid())
+        error, _ = run_until_lost(llm, fault, PROMPTS[0], 50)
+        assert "the model has to be loaded again" in error
+    assert not is_there(process)
+    assert not list(meetings.iterdir())
+
+
+def test_how_ranks_add_is_chosen_before_steps_are_captured(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For steps of all sizes that are captured."""
+    asked: list[tuple[Any, ...]] = []
+
+    def choose_sums(self: TritonBackend, *arguments: Any) -> None:
+        asked.append(arguments)
+        raise InterruptedError
+
+    monkeypatch.setattr(TritonBackend, "choose_sums", choose_sums)
+    with pytest.raises(InterruptedError):
+        fastgen.load(model, **SMALL)
+    assert asked == [(captured_sizes(8), SIZES["hidden_size"], torch.device("cpu"))]
+
+
+@pytest.mark.slow
 def test_a_rank_that_never_comes_ends_the_load(meetings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for it in a library, which would wait for half an hour."""
     monkeypatch.setattr("fastgen.runtime.arrangement.__version__", "0.0")
@@ -136,9 +171,11 @@ def test_a_rank_that_never_comes_ends_the_load(meetings: Path, tmp_path: Path, m
 
 
 @pytest.mark.gpu
-def test_ranks_with_a_gpu_each(model: Path) -> None:
+@pytest.mark.parametrize("sums", ["library", "symmetric", "measured"])
+def test_ranks_with_a_gpu_each(sums: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU")
+    monkeypatch.setenv("FASTGEN_RANK_SUMS", sums)
     options = SMALL | {"device": "cuda"}
     with fastgen.load(model, **options) as llm:
         expected, num_ahead = answers(llm)
@@ -149,5 +186,5 @@ def test_ranks_with_a_gpu_each(model: Path) -> None:
     assert ahead == num_ahead
     assert found == expected
     with fastgen.load(model, **options, tensor_parallel=2) as llm:
-        error, _ = run_until_lost(llm, signal.SIGKILL)
+        error, _ = run_until_lost(llm, signal.SIGKILL, PROMPTS[0], 50)
         assert "rank 1 of 2" in error

@@ -12,17 +12,26 @@ from torch import Tensor, nn
 from fastgen.compile.backends.modules.stored import NormParameters
 from fastgen.compile.capture.recording import library_call
 from fastgen.compile.host.ranks import Ranks, share
+from fastgen.compile.host.symmetric_memory import HALF_BYTES
 from fastgen.compile.ops.ranks.reference import sum_parts
 
+_UNIT = 16  # bytes; kernels move whole units through symmetric memory
 # Writes the sum of ``parts [n, ...]`` to ``out [...]``, added in their order in fp32.
 AddParts = Callable[[Tensor, Tensor], None]
+
+
+# Replaces a contiguous ``x`` of at most ``HALF_BYTES`` bytes by its sum, in so many shots.
+AddThroughMemory = Callable[[Tensor, int], None]
+# The shots of messages of all sizes, where nothing is measured: one below 256 KiB.
+SHOTS = {bits: 1 if bits <= 18 else 2 for bits in range(HALF_BYTES.bit_length() + 1)}
 
 
 class AllReduce:
     """The sum of ``x [T, H]`` over ``num_ranks`` ranks, in place, which ``add`` adds in the order of the ranks.
 
     In one shot every rank gets the parts of all. In two each gets its share of all parts, and then the others' sums:
-    fewer bytes for three ranks and more, but two exchanges. Both give the same bits.
+    fewer bytes for three ranks and more, but two exchanges. Messages of some sizes are added through symmetric memory,
+    where ranks have some. All ways give the same bits.
     """
 
     # Rows up to which one shot is used: a step of so few rows waits for exchanges, not for bytes.
@@ -30,8 +39,30 @@ class AllReduce:
 
     def __init__(self, ranks: Ranks, num_ranks: int, add: AddParts | None = None):
         self._ranks, self._num_ranks, self._add = ranks, num_ranks, add or partial(library_call, sum_parts)
+        self.through_memory: AddThroughMemory | None = None
+        # In how many shots messages are added through memory, by the bit length of their bytes; 0 for none.
+        self.shots: dict[int, int] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self.by(self.shots_for(x), x)
+
+    def shots_for(self, x: Tensor) -> int:
+        """Returns in how many shots ``x`` is added through symmetric memory; 0 if it is not."""
+        return self.shots.get(x.nbytes.bit_length(), 0) if self.has_room(x) else 0
+
+    def has_room(self, x: Tensor) -> bool:
+        """Returns whether symmetric memory has room for ``x``."""
+        return self.through_memory is not None and x.nbytes <= HALF_BYTES and x.nbytes % _UNIT == 0
+
+    def by(self, shots: int, x: Tensor) -> Tensor:
+        """Adds ``x`` in so many ``shots`` through symmetric memory, or with 0 by exchanges of the library."""
+        if shots:
+            assert self.through_memory is not None
+            self.through_memory(x, shots)
+            return x
+        return self._by_library(x)
+
+    def _by_library(self, x: Tensor) -> Tensor:
         count = self._num_ranks
         if count <= 2 or len(x) <= self.ONE_SHOT_ROWS or x.shape[1] % count:
             parts = x.new_empty(count, *x.shape)
