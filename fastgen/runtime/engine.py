@@ -149,8 +149,6 @@ class Engine:
         :class:`~fastgen.runtime.step.faults.Phase` says which requests end.
         """
         self.answers.expire()
-        if self.grammars is not None:
-            self.grammars.slots_are_wanted(self.scheduler.are_slots_wanted)
         step = None
         if self._in_flight is not None:
             ahead = self._launch_ahead(self._in_flight)

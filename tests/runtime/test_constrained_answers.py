@@ -471,3 +471,33 @@ def test_the_built_in_models_write_json(name: str) -> None:
     for output in [*outputs, plan]:
         assert output.finish_reason == "stop"
         check_json(output.text, schema)
+
+
+def test_the_masks_of_cancelled_requests_are_not_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go, num_computed = threading.Event(), 0
+    find = Matcher._next_mask
+
+    def held(matcher: Matcher) -> Mask:
+        nonlocal num_computed
+        assert may_go.wait(60)
+        num_computed += 1
+        return find(matcher)
+
+    monkeypatch.setattr(Matcher, "_next_mask", held)
+    with fastgen.load(save_writer("llama", tmp_path), target="cpp") as llm:
+        engine = llm._engine
+        assert engine is not None
+        sampling = SamplingParams(response_format=pattern("[a-z]{40}").format, n=12)
+        generation = engine.submit([1, 2, 3], sampling)
+        engine.step()
+        for completion in generation.completions:
+            assert completion.sequence.matcher is not None
+            completion.sequence.matcher.prepare()
+        (compiled,) = engine.grammars._kept._all  # type: ignore[union-attr]
+        assert compiled.num_due >= 12
+        engine.cancel(generation)
+        may_go.set()
+        deadline_s = time.monotonic() + 60
+        while compiled.num_due and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert (compiled.num_due, num_computed) == (0, 1)

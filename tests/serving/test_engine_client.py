@@ -374,3 +374,29 @@ def test_messages_do_not_repeat_the_names_of_their_fields(module: ModuleType) ->
 def test_a_message_to_the_engine_is_its_name_and_its_values() -> None:
     told = msgspec.msgpack.decode(encoder.encode(Submit(7, [5, 6], {"n": 2}, is_stream=True)))
     assert told == ["submit", 7, [5, 6], {"n": 2}, True]
+
+
+def test_a_question_that_nobody_waits_for_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine compiles no format for it then."""
+    sent: list[object] = []
+    client = EngineClient.__new__(EngineClient)
+    client._asked, client._numbers, client._packer = {}, iter(range(7, 20)), SamplingPacker()
+    client.process = SimpleNamespace(send=sent.append, state="ready")  # type: ignore[assignment]
+    monkeypatch.setattr(EngineClient, "check_ready", lambda self: None)
+    monkeypatch.setattr(EngineClient, "state", "ready")
+
+    async def run() -> None:
+        asking = asyncio.create_task(client.refusal([5], SamplingParams()))
+        await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        answered = asyncio.create_task(client.refusal([5], SamplingParams()))
+        await asyncio.sleep(0)
+        client.engine_sent(Reply(8, msgspec.Raw(encoder.encode(None)), None), b"")
+        assert await answered is None
+
+    asyncio.run(run())
+    assert [type(each) for each in sent] == [Check, Cancel, Check]
+    assert isinstance(sent[1], Cancel)
+    assert sent[1].number == 7

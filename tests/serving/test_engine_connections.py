@@ -21,7 +21,7 @@ from fastgen.runtime.simulated import SimulatedServer
 from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.serving.engine import process as engine_process
 from fastgen.serving.engine.connections import Connections
-from fastgen.serving.engine.formats import FormatThread
+from fastgen.serving.engine.formats import FormatThread, with_time_left
 from fastgen.serving.engine.messages import (
     Ask,
     Cancel,
@@ -381,17 +381,40 @@ def test_a_request_whose_time_is_over_before_its_format_may_be_used_ends_so(proc
     assert not grammars.begun
 
 
+def test_slots_are_wanted_too_while_requests_wait_for_formats_of_others(process: Process) -> None:
+    """Then answers with slow masks have to make room."""
+    wanted: list[bool] = []
+    grammars: Any = _Grammars()
+    grammars.used |= {ResponseFormat("regex", text) for text in "xy"}
+    grammars.slots_are_wanted, grammars.constraint = wanted.append, lambda sampling: None
+    process.loop._formats = FormatThread(grammars)
+    process.next_status()
+    process.engine.grammars = grammars
+    process.parent.send(submit(1, END))
+    process.run(lambda: len(wanted) > 3)
+    assert not any(wanted)
+    asked = SamplingPacker().pack(SamplingParams(response_format=ResponseFormat("regex", "a")))
+    process.parent.send(Submit(2, [5], asked, True))
+    process.run(lambda: wanted[-1])
+    process.parent.send(Cancel(2))
+    process.run(lambda: not wanted[-1])
+    process.parent.send(*[submit(number, END) for number in range(3, 12)])
+    process.run(lambda: wanted[-1])
+
+
 def test_the_time_for_which_a_request_waits_for_its_format_counts() -> None:
     asked = SamplingParams(timeout_s=9.0, seed=4, response_format=ResponseFormat("regex", "a"))
-    left = engine_process._with_time_left(asked, 5.5)
+    left = with_time_left(asked, 5.5)
     assert (left.timeout_s, left.seed, left.response_format) == (3.5, 4, asked.response_format)
-    over = engine_process._with_time_left(asked, 9.5)
+    over = with_time_left(asked, 9.5)
     assert over.timeout_s is not None
     assert 0 < over.timeout_s < 1e-6
     assert over.response_format is None
-    assert engine_process._with_time_left(asked, 0.0005) is asked, "equal parameters of many prompts stay one object"
+    assert with_time_left(asked, 0.0005) is asked, "equal parameters of many prompts stay one object"
+    short = with_time_left(SamplingParams(timeout_s=1e-5, response_format=asked.response_format), 0.0005)
+    assert short.response_format is None, "its time is over, though it waited for a moment only"
     plain = SamplingParams(timeout_s=9.0)
-    assert engine_process._with_time_left(plain, 5.5) is plain
+    assert with_time_left(plain, 5.5) is plain
 
 
 @pytest.mark.parametrize(

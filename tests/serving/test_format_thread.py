@@ -29,7 +29,10 @@ class _Grammars:
         self.present: dict[ResponseFormat, CompiledFormat] = {}
         self.refused: set[ResponseFormat] = set()
         self.used: set[ResponseFormat] = set()
-        self.max_in_use = 2
+        self.max_in_use, self.num_spoiled = 2, 0
+
+    def has_room(self, num_in_use: int) -> bool:
+        return num_in_use + self.num_spoiled < self.max_in_use
 
     def prepare(self) -> None:
         raise InvalidArgumentError("no library")
@@ -283,6 +286,80 @@ def test_whether_a_format_can_be_compiled_is_told_whatever_is_in_use(thread: For
     assert sorted(grammars.begun, key=lambda each: each.text) == [THIRD, FOURTH], "once for all questions"
     thread.check(9, THIRD, lambda: events.append("kept"))
     assert events[3:] == ["kept"]
+
+
+def test_one_question_at_a_time_has_a_format_compiled(thread: FormatThread, grammars: Any) -> None:
+    events: list[str] = []
+    for number, each in enumerate((FIRST, SECOND, THIRD)):
+        thread.check(number, each, partial(events.append, each.text))
+    thread.proceed()
+    thread.when_compiled(7, FOURTH, lambda: events.append("request"))
+    thread.cancel(1)
+    grammars.may_end.set()
+    proceed_until(thread, events, 3)
+    assert grammars.begun == [FIRST, FOURTH, THIRD]
+    assert events == ["a", "request", "c"]
+
+
+def test_a_question_that_nobody_asks_any_more_is_not_compiled(thread: FormatThread, grammars: Any) -> None:
+    events: list[str] = []
+    thread.when_compiled(0, FIRST, lambda: events.append("request"))
+    for number in (1, 2):
+        thread.check(number, SECOND, lambda: events.append("never"))
+    thread.proceed()
+    thread.cancel(1)
+    assert thread._checking is not None
+    thread.cancel(2)
+    assert thread._checking is None
+    grammars.may_end.set()
+    proceed_until(thread, events, 1)
+    thread.close()
+    assert grammars.begun == [FIRST]
+
+
+def test_a_format_that_is_spoiled_before_its_request_has_it_is_compiled_again(
+    thread: FormatThread, grammars: Any
+) -> None:
+    events: list[str] = []
+    for number in range(2):
+        thread.when_compiled(number, FIRST, partial(events.append, f"{number}"))
+    grammars.may_end.set()
+    compiled = thread._compiling[FIRST].result(20)
+    thread.proceed(0.0)
+    assert events == ["0"]
+    compiled.is_spoiled = True
+    grammars.present.clear()
+    thread.proceed(0.0)
+    assert events == ["0"]
+    proceed_until(thread, events, 2)
+    assert grammars.begun == [FIRST, FIRST]
+    assert not thread.num_waiting
+
+
+def test_a_format_that_is_shared_no_longer_keeps_its_place(thread: FormatThread, grammars: Any) -> None:
+    events: list[str] = []
+    grammars.may_end.set()
+    grammars.used, grammars.num_spoiled = {FIRST}, 1
+    thread.when_compiled(0, SECOND, lambda: events.append("second"))
+    assert thread.is_full
+    for _ in range(3):
+        thread.proceed()
+    assert not events
+    grammars.num_spoiled = 0
+    proceed_until(thread, events, 1)
+    assert not thread.is_full
+
+
+def test_requests_wait_for_none_where_no_thread_can_start(thread: FormatThread, grammars: Any) -> None:
+    """The engine refuses them then."""
+    events: list[str] = []
+    thread.close()
+    thread.when_compiled(0, FIRST, lambda: events.append("request"))
+    thread.check(1, SECOND, lambda: events.append("question"))
+    for _ in range(2):
+        thread.proceed()
+    assert sorted(events) == ["question", "request"]
+    assert not thread.num_waiting
 
 
 def test_a_question_shares_a_compilation_and_keeps_it(thread: FormatThread, grammars: Any) -> None:

@@ -146,7 +146,7 @@ def test_each_kind_has_its_processor_time_and_memory(
     priorities: list[str] = []
     module = f"fastgen.serving.isolated.{kind}.process"
     monkeypatch.setattr("fastgen.serving.isolated.processes.answer_all", lambda begin, **more: limits.append(more))
-    monkeypatch.setattr("fastgen.runtime.sampling.matcher.lower_priority", lambda: priorities.append(kind))
+    monkeypatch.setattr("fastgen.runtime.sampling.mask_threads.lower_priority", lambda: priorities.append(kind))
     monkeypatch.delitem(sys.modules, module, raising=False)
     library: Any = SimpleNamespace(render_jinja_template=None)
     monkeypatch.setitem(sys.modules, "transformers.utils.chat_template_utils", library)  # takes a second to import

@@ -15,7 +15,7 @@ import typer
 from fastgen.arguments import arguments_of
 from fastgen.cli import app
 from fastgen.runtime.requests import response_format
-from fastgen.runtime.sampling import kept_formats, matcher, structured_output
+from fastgen.runtime.sampling import kept_formats, mask_threads, structured_output
 from fastgen.serving.admission import request_limits
 from fastgen.serving.admission.bodies import MAX_LARGEST_BODIES
 from fastgen.serving.admission.request_memory import GRPC_PARTS
@@ -86,9 +86,10 @@ def test_the_table_of_bounds_without_a_flag_has_their_numbers() -> None:
         "kept formats": [kept_formats.MAX_KEPT, kept_formats.MOST_BYTES / mib],
         "formats of open requests": [100 / kept_formats._SHARE_IN_USE, kept_formats.FORMAT_BYTES / mib],
         "masks while requests wait for a slot": [
-            1000 * matcher.FAST_MASK_CPU_S,
-            matcher.MAX_SLOW_CPU_S,
-            100 * matcher.MAX_SLOW_SHARE,
+            1000 * mask_threads.FAST_MASK_CPU_S,
+            1000 * mask_threads.MAX_DUE_CPU_S,
+            mask_threads.MAX_SLOW_CPU_S,
+            100 * mask_threads.MAX_SLOW_SHARE,
         ],
         "compiling a format": isolated(trial, waiting=queue.MAX_WAITING),
         "remembered results of compiling a format": [trial._MAX_KEPT, trial._MAX_REASON],

@@ -204,6 +204,8 @@ class Answers:
             generation.left_queue_s = now_s
         is_last = generation.finished
         # The recorder keeps requests, and a compiled format is large.
+        if (matcher := completion.sequence.matcher) is not None:
+            matcher.drop()
         completion.sequence.matcher = None
         if is_last:
             generation.request.constraint = None

@@ -36,6 +36,10 @@ class Matcher(Protocol):
         """Starts to compute the mask of the next token on another thread, unless that has started."""
         ...
 
+    def drop(self) -> None:
+        """Ends the computation of a mask that has not begun: the sequence has ended."""
+        ...
+
     def is_ready(self, deadline_s: float) -> bool:
         """Waits for the mask until ``deadline_s`` of ``time.monotonic``, unless the last one took long. Returns whether
         it is there. If not, the sequence is late until the next call.

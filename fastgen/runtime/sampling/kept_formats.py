@@ -16,7 +16,7 @@ FORMAT_BYTES = 60 << 20
 MOST_BYTES = 128 << 20
 _SHARE_OF_MEMORY = 64
 # Formats of open requests may take a 16th of the machine's memory. A few are always served.
-_SHARE_IN_USE, _LEAST_IN_USE = 16, 4
+_SHARE_IN_USE, LEAST_IN_USE = 16, 4
 
 
 def most_kept_bytes(memory_bytes: int) -> int:
@@ -26,7 +26,7 @@ def most_kept_bytes(memory_bytes: int) -> int:
 
 def most_in_use(memory_bytes: int) -> int:
     """Returns how many formats open requests may have at once on a machine with so much memory."""
-    return max(_LEAST_IN_USE, memory_bytes // _SHARE_IN_USE // FORMAT_BYTES)
+    return max(LEAST_IN_USE, memory_bytes // _SHARE_IN_USE // FORMAT_BYTES)
 
 
 class KeptFormats:
@@ -57,8 +57,18 @@ class KeptFormats:
         return found
 
     def in_use(self) -> set[ResponseFormat]:
-        """Returns the formats of open requests."""
-        return {each.response_format for each in self._all if each.users}
+        """Returns the formats of open requests that further ones may share."""
+        return {each.response_format for each in self._all if each.users and not each.is_spoiled}
+
+    @property
+    def num_spoiled(self) -> int:
+        """Returns how many formats of open requests no further ones may share."""
+        return sum(bool(each.users) for each in self._all if each.is_spoiled)
+
+    @property
+    def grown_bytes(self) -> int:
+        """Returns how much the heap has grown since :meth:`measure_from_here`."""
+        return heap_bytes() - self._first_bytes
 
     def keep(self, compiled: CompiledFormat) -> None:
         """Keeps a format as the most recent one, and drops others if they are too many. Those in use are dropped
@@ -69,7 +79,7 @@ class KeptFormats:
         self._formats.move_to_end(compiled.response_format)
         while len(self._formats) > MAX_KEPT:
             self._formats.popitem(last=False)
-        while len(self._formats) > 1 and heap_bytes() - self._first_bytes > self._max_bytes:
+        while len(self._formats) > 1 and self.grown_bytes > self._max_bytes:
             while len(self._formats) > 1 and self._formats.popitem(last=False)[1].users:
                 pass
 

@@ -7,9 +7,6 @@ little time from the kernels.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -20,31 +17,23 @@ from weakref import WeakSet
 
 from fastgen.runtime.requests.constraint import Mask
 from fastgen.runtime.requests.response_format import ResponseFormat
+from fastgen.runtime.sampling.mask_threads import (
+    FAST_MASK_CPU_S,
+    MAX_SLOW_CPU_S,
+    MAX_TAKEN_CPU_S,
+    MaskThreads,
+    TurnThreads,
+    lower_priority,
+)
 
-MAX_THREADS = 4
-# A step waits for a sequence's next mask only if the last one took at most this much processor time.
-FAST_MASK_CPU_S = 0.01
 MAX_MASK_CPU_S = 0.1
 # Masks of one answer that may take longer than ``MAX_MASK_CPU_S``. One more, and the answer fails. The cost of a token
 # grows with the square of the parser's branches, which no limit of the library covers.
 MAX_SLOW_MASKS = 3
 # Processor time after which nothing waits for a mask any more, and its answer fails.
 MAX_AWAITED_CPU_S = 0.3
-# Processor time for feeding tokens to the parsers of all answers: ``MAX_TAKEN_CPU_S`` at once, and ``MAX_TAKEN_SHARE``
-# of the time that passes. The answer whose token exceeds that fails. Tokens of at most ``SLOW_TAKE_CPU_S`` do not
-# count; in ordinary grammars all are faster.
-MAX_TAKEN_CPU_S = 0.1
-MAX_TAKEN_SHARE = 0.1
-SLOW_TAKE_CPU_S = 0.005
-# Processor time for masks that take longer than ``FAST_MASK_CPU_S`` while requests wait for a slot: ``MAX_SLOW_CPU_S``
-# at once, and ``MAX_SLOW_SHARE`` of the time that passes. The answer whose mask exceeds that fails. Masks of one format
-# are computed one after the other, so many answers with slow masks would keep their slots for minutes or hours.
-MAX_SLOW_CPU_S = 10.0
-MAX_SLOW_SHARE = 0.25
-# Seconds that the engine waits to feed a token to a parser whose lexer computes another mask.
-MAX_TAKE_WAIT_S = 0.002
-# The ``nice`` value of threads whose work no step waits for.
-LOW_PRIORITY = 10
+# The beginning of the library's message where the lexer that all answers in a format share has reached a limit.
+_LEXER_ERROR = "lexer error"
 # The library's advice that callers cannot follow, or that misses the usual cause, and better advice.
 _ADVICE = {
     "Enable 'coerce_one_of' option to approximate oneOf with anyOf": "Use anyOf",
@@ -67,67 +56,6 @@ class MaskSource(Protocol):
         ...
 
 
-class _Allowance:
-    """An amount of processor time that refills with the time that passes. Threads may share it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._spent_s = self._at_s = 0.0
-
-    def spend(self, took_s: float, most_s: float, share: float) -> bool:
-        """Takes ``took_s`` of ``most_s``, which a ``share`` of the passing time refills. Returns whether there is as
-        much."""
-        with self._lock:
-            now_s = time.monotonic()
-            passed_s, self._at_s = now_s - self._at_s, now_s
-            self._spent_s = max(0.0, self._spent_s - share * passed_s) + took_s
-            return self._spent_s <= most_s
-
-
-class MaskThreads:
-    """The threads that compute the masks of one engine, and what its answers have cost it."""
-
-    def __init__(self) -> None:
-        self.threads = _new_threads()
-        # For sequences that had a mask for which a step did not wait.
-        self.slow_threads = ThreadPoolExecutor(_num_threads(), "fastgen-slow-mask", lower_priority)
-        # Whether requests wait for a slot, which an answer with slow masks keeps for long.
-        self.are_slots_wanted = False
-        self._taken, self._slow = _Allowance(), _Allowance()
-
-    def replace(self, busy: ThreadPoolExecutor) -> None:
-        """Starts new threads in place of ``busy``, unless that has been done: some of ``busy`` compute what cannot be
-        stopped.
-        """
-        if self.threads is busy:
-            self.threads = _new_threads()
-            busy.shutdown(wait=False)
-
-    def may_take(self, took_s: float) -> bool:
-        """Counts the time of a token that was fed to a parser. Returns whether that is still within the limits."""
-        return took_s <= SLOW_TAKE_CPU_S or self._taken.spend(took_s, MAX_TAKEN_CPU_S, MAX_TAKEN_SHARE)
-
-    def may_be_slow(self, took_s: float) -> bool:
-        """Counts the time of a mask. Returns whether that is still within the limits."""
-        is_counted = self.are_slots_wanted and took_s > FAST_MASK_CPU_S
-        return not is_counted or self._slow.spend(took_s, MAX_SLOW_CPU_S, MAX_SLOW_SHARE)
-
-
-def lower_priority(thread_id: int | None = None) -> None:
-    """Lowers the priority of a thread, by default the calling one, where the system has one for each."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # it has ended
-            os.setpriority(os.PRIO_PROCESS, thread_id or threading.get_native_id(), LOW_PRIORITY)
-
-
-def _num_threads() -> int:
-    return min(MAX_THREADS, os.cpu_count() or 1)
-
-
-def _new_threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_num_threads(), "fastgen-mask")
-
-
 class CompiledFormat:
     """A compiled format: ``start`` is the library's matcher before the first token. It is copied, never advanced.
 
@@ -140,8 +68,16 @@ class CompiledFormat:
         self.lock = threading.Lock()
         # The constraints of requests that have not ended.
         self.users: WeakSet[Constraint] = WeakSet()
+        # How many masks are due: computed, or queued for that.
+        self.num_due = 0
+        self._counting = threading.Lock()
         # Whether the lexer has reached a limit. Then all answers in this format fail, until it is compiled again.
         self.is_spoiled = False
+
+    def count_due(self, more: int) -> None:
+        """Counts masks that are due from now on, or no longer."""
+        with self._counting:
+            self.num_due += more
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +113,7 @@ class Matcher:
         self._state: Any = None
         self._num_tokens = 0
         self._mask: Future[Mask] | None = None
-        self._pool = constraint.threads.threads
+        self._pool: ThreadPoolExecutor | TurnThreads = constraint.threads.threads
         # The thread that computes the mask, its processor clock if the system has one, and the clock's value when it
         # started.
         self._began: tuple[int, int | None, float] | None = None
@@ -191,6 +127,7 @@ class Matcher:
         self.is_complete = False
         # Whether the present step leaves the sequence out.
         self.is_late = False
+        self._is_dropped = False
 
     def prepare(self) -> None:
         """Starts to compute the mask of the next token on another thread, unless that has started."""
@@ -199,10 +136,29 @@ class Matcher:
         self._began = None
         threads = self._constraint.threads
         self._pool = threads.slow_threads if self._is_slow else threads.threads
+        compiled = self._constraint.format
+        compiled.count_due(1)
         try:
-            self._mask = self._pool.submit(self._compute)
+            if isinstance(self._pool, TurnThreads):
+                self._mask = self._pool.submit(compiled, self._compute)
+            else:
+                self._mask = self._pool.submit(self._compute)
         except RuntimeError as error:  # no thread can start: only this sequence fails
+            compiled.count_due(-1)
             self._mask = self._fail(error)
+
+    def drop(self) -> None:
+        """Ends the computation of a mask that has not begun: the sequence has ended."""
+        self._is_dropped = True
+        if self._mask is not None:
+            self._cancelled(self._mask)
+
+    def _cancelled(self, mask: Future[Mask]) -> bool:
+        """Returns whether the computation of ``mask`` had not begun, and begins no longer."""
+        is_cancelled = not mask.done() and mask.cancel()
+        if is_cancelled:
+            self._constraint.format.count_due(-1)
+        return is_cancelled
 
     def is_ready(self, deadline_s: float) -> bool:
         """Waits for the mask of the next token until ``deadline_s`` of ``time.monotonic``; not at all if the last mask
@@ -247,8 +203,8 @@ class Matcher:
     def _overdue(self, mask: Future[Mask]) -> Future[Mask] | None:
         """Returns what to wait for in place of ``mask``, which takes long; ``None`` if it has to start again."""
         threads = self._constraint.threads
-        if self._pool is not threads.slow_threads:
-            is_waiting = mask.cancel()  # all threads are busy with slow masks
+        if not isinstance(self._pool, TurnThreads):
+            is_waiting = self._cancelled(mask)  # all threads are busy with slow masks
             threads.replace(self._pool)
             if is_waiting:
                 return None
@@ -282,7 +238,7 @@ class Matcher:
         if self._failure:
             return self._failure
         error = message_of(self._state.get_error())
-        if error:
+        if error.startswith(_LEXER_ERROR):
             self._constraint.format.is_spoiled = True
         return error
 
@@ -297,7 +253,7 @@ class Matcher:
         self._mask, self._untaken = None, token_id
         self._num_tokens += 1
         lock = self._constraint.format.lock
-        if lock.acquire(timeout=MAX_TAKE_WAIT_S):
+        if self._constraint.threads.acquire(lock):
             try:
                 self._take()
             except TimeoutError as error:
@@ -322,8 +278,11 @@ class Matcher:
             )
 
     def _compute(self) -> Mask:
-        with self._constraint.format.lock:
-            return self._compute_alone()
+        try:
+            with self._constraint.format.lock:
+                return self._constraint.source.mask_of(()) if self._is_dropped else self._compute_alone()
+        finally:
+            self._constraint.format.count_due(-1)
 
     def _compute_alone(self) -> Mask:
         try:
@@ -341,10 +300,9 @@ class Matcher:
                 raise TimeoutError(
                     f"of {MAX_SLOW_MASKS + 1} tokens each took more than {MAX_MASK_CPU_S:g} s of processor time"
                 )
-            if not self._constraint.threads.may_be_slow(took_s):
+            if not self._constraint.threads.may_be_slow(took_s, self._constraint.format.num_due):
                 raise TimeoutError(
-                    f"masks of more than {FAST_MASK_CPU_S * 1000:g} ms took more than {MAX_SLOW_CPU_S:g} s of "
-                    "processor time while requests waited for a slot"
+                    f"slow masks took more than {MAX_SLOW_CPU_S:g} s of processor time while requests waited for a slot"
                 )
             return mask
         except BaseException as error:  # a panic of the library is no ``Exception``; interrupts do not reach here

@@ -35,9 +35,10 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling.finite.emptiness import Emptiness
 from fastgen.runtime.sampling.finite.grammar import finite_grammar
 from fastgen.runtime.sampling.finite.schema import finite_schema
-from fastgen.runtime.sampling.kept_formats import MAX_KEPT, MOST_BYTES, KeptFormats
+from fastgen.runtime.sampling.kept_formats import FORMAT_BYTES, LEAST_IN_USE, MAX_KEPT, MOST_BYTES, KeptFormats
 from fastgen.runtime.sampling.large_stack import on_large_stack
-from fastgen.runtime.sampling.matcher import CompiledFormat, Constraint, MaskThreads, message_of
+from fastgen.runtime.sampling.mask_threads import MaskThreads
+from fastgen.runtime.sampling.matcher import CompiledFormat, Constraint, message_of
 from fastgen.version import install_command
 
 _END = "<|fastgen: the answer may end|>"
@@ -108,8 +109,17 @@ class Grammars:
         self._threads.are_slots_wanted = are_wanted
 
     def in_use(self) -> set[ResponseFormat]:
-        """Returns the formats of requests that have not ended."""
+        """Returns the formats of open requests that further ones may share."""
         return self._kept.in_use()
+
+    def has_room(self, num_in_use: int) -> bool:
+        """Returns whether a format may be in use beside ``num_in_use`` others and those that are no longer shared.
+
+        Formats grow with their answers, so the heap is looked at too.
+        """
+        num_in_use += self._kept.num_spoiled
+        is_within = self._kept.grown_bytes < self.max_in_use * FORMAT_BYTES or num_in_use < LEAST_IN_USE
+        return num_in_use < self.max_in_use and is_within
 
     def keep(self, compiled: CompiledFormat) -> None:
         """Keeps a compiled format for later requests."""

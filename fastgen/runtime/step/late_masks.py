@@ -1,7 +1,7 @@
 """Postpones sequences in a step because it is not known yet what their format allows next.
 
 Their row is computed, and its token is dropped. The step does not count for them, and the next one computes the same
-token again. So no sequence waits long for the mask of another.
+token again. So no sequence waits long for the mask of another, unless its own are slow too.
 """
 
 from __future__ import annotations

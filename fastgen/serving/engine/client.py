@@ -144,6 +144,9 @@ class EngineClient:
             return await answer
         finally:
             self._asked.pop(message.number, None)
+            if answer.cancelled() and self.state == "ready":  # nobody waits for it any more
+                with contextlib.suppress(UnavailableError):
+                    self.process.send(Cancel(message.number))
 
     async def count(self) -> None:
         """Passes the engine's counters to the watcher, if the engine is running."""

@@ -7,15 +7,19 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.response_format import ResponseFormat
-from fastgen.runtime.sampling.matcher import CompiledFormat, lower_priority
+from fastgen.runtime.requests.sampling_params import SamplingParams, changed
+from fastgen.runtime.sampling.mask_threads import lower_priority
+from fastgen.runtime.sampling.matcher import CompiledFormat
 from fastgen.runtime.sampling.structured_output import Grammars
 
 # For how long new requests may use a format that is in use already while an older request waits for a place.
 _PATIENCE_S = 5.0
+# A wait that does not count against a time limit, and a limit that has passed at the next step.
+_SHORT_WAIT_S, _NO_TIME_S = 0.001, 1e-9
 
 
 @dataclass
@@ -43,15 +47,19 @@ class FormatThread:
         self._grammars = grammars
         self._thread = ThreadPoolExecutor(1, "fastgen-formats", lower_priority)
         self._compiling: dict[ResponseFormat, Future[CompiledFormat]] = {}
-        # The requests that wait, by format and number, in the order of the first one of each format; and their formats.
+        # The requests that wait: by format and number, in the order of the first one of each format, and by number.
         self._waiting: dict[ResponseFormat, dict[int, _Waiting]] = {}
-        self._formats: dict[int, ResponseFormat] = {}
+        self._requests: dict[int, _Waiting] = {}
+        # The earliest time at which one of them waits no longer in any case.
+        self._until_s = math.inf
         # Those that wait no longer.
         self._ready: dict[int, _Waiting] = {}
-        # By number: questions whether formats can be compiled, what compiles each, and what to do then.
-        self._checks: dict[int, tuple[ResponseFormat, Future[CompiledFormat], Callable[[], None]]] = {}
-        # The formats in use because of which others waited when that was last looked at; ``None`` if a request has gone
-        # since.
+        # Questions whether formats can be compiled, by number, and what to do then. One format at a time is compiled
+        # for them, so that a request waits for one at most.
+        self._checks: dict[int, tuple[ResponseFormat, Callable[[], None]]] = {}
+        self._checking: tuple[ResponseFormat, Future[CompiledFormat]] | None = None
+        # The formats in use because of which others waited when that was last looked at; ``None`` if a request has come
+        # or gone since.
         self._used: set[ResponseFormat] | None = None
         if grammars is not None:
             with contextlib.suppress(InvalidArgumentError):  # without the library; each request with a format says so
@@ -60,7 +68,12 @@ class FormatThread:
     @property
     def num_waiting(self) -> int:
         """Returns the number of requests and questions that wait."""
-        return len(self._formats) + len(self._ready) + len(self._checks)
+        return len(self._requests) + len(self._ready) + len(self._checks)
+
+    @property
+    def is_full(self) -> bool:
+        """Returns whether requests wait for others to end."""
+        return len(self._waiting) > len(self._compiling)
 
     def when_compiled(
         self,
@@ -83,9 +96,7 @@ class FormatThread:
                 then()
                 return
             self._compiling[response_format] = self._compilation(grammars, response_format)
-        waiting = _Waiting(response_format, then, until_s, owner, time.monotonic())
-        self._waiting.setdefault(response_format, {})[number] = waiting
-        self._formats[number] = response_format
+        self._wait(number, _Waiting(response_format, then, until_s, owner, time.monotonic()))
 
     def check(self, number: int, response_format: ResponseFormat | None, then: Callable[[], None]) -> None:
         """Calls ``then`` for question ``number`` when it is known whether the format can be compiled: now, or in a
@@ -95,13 +106,14 @@ class FormatThread:
         if grammars is None or response_format is None or grammars.kept(response_format) is not None:
             then()
             return
-        self._checks[number] = response_format, self._compilation(grammars, response_format), then
+        self._checks[number] = response_format, then
 
     def cancel(self, number: int) -> None:
         """Forgets request or question ``number``, if it waits."""
         self._ready.pop(number, None)
-        self._checks.pop(number, None)
-        if number in self._formats:
+        if self._checks.pop(number, None) is not None:
+            self._end_check()
+        if number in self._requests:
             self._leave(number)
 
     def cancel_all(self, owner: object) -> None:
@@ -113,22 +125,40 @@ class FormatThread:
 
     def proceed(self, until_s: float = math.inf) -> None:
         """Calls what waits no longer, until ``until_s`` by ``time.monotonic``; the rest in a later call."""
-        if self._grammars is not None and (self._formats or self._checks):
-            self._end_checks(self._grammars)
-            self._end_compiling(self._grammars)
-            self._begin(self._grammars)
+        if (grammars := self._grammars) is not None and (self._requests or self._checks):
+            self._end_compiling(grammars)
+            self._begin(grammars)
+            self._check_next(grammars)
         while self._ready:
-            ready = self._ready.pop(next(iter(self._ready)))
+            number = next(iter(self._ready))
+            ready = self._ready.pop(number)
+            if ready.compiled is not None and ready.compiled.is_spoiled:
+                self._wait(number, replace(ready, compiled=None))  # the engine would compile it between two steps
+                continue
             ready.then()
             if time.monotonic() > until_s:
                 break
 
-    def _end_checks(self, grammars: Grammars) -> None:
-        for number in [number for number, (_, compiling, _) in self._checks.items() if compiling.done()]:
-            _, compiling, then = self._checks.pop(number)
+    def _check_next(self, grammars: Grammars) -> None:
+        """Answers questions whose format is compiled, and has that of the next one compiled."""
+        if self._checking is not None and self._checking[1].done():
+            response_format, compiling = self._checking
+            self._checking = None
             if compiling.exception() is None:
                 grammars.keep(compiling.result())
-            then()
+            asked = [number for number, (each, _) in self._checks.items() if each == response_format]
+            for number in asked:
+                self._checks.pop(number)[1]()
+        if self._checks and self._checking is None:
+            response_format, _ = next(iter(self._checks.values()))
+            self._checking = response_format, self._compilation(grammars, response_format)
+
+    def _end_check(self) -> None:
+        """Ends the compilation for questions if nobody asks any more and no request shares it."""
+        if self._checking is not None and all(each != self._checking[0] for each, _ in self._checks.values()):
+            if self._checking[0] not in self._compiling:
+                self._checking[1].cancel()
+            self._checking = None
 
     def _end_compiling(self, grammars: Grammars) -> None:
         """Keeps the formats that are compiled by now. Requests whose format cannot be compiled wait no longer: the
@@ -144,16 +174,17 @@ class FormatThread:
     def _begin(self, grammars: Grammars) -> None:
         """Finds whose time is over, who may use a format that is there, and which formats are to be compiled."""
         now_s, is_held = time.monotonic(), False
-        late = (each for each, format_of in self._formats.items() if self._waiting[format_of][each].until_s <= now_s)
-        for number in list(late):
-            self._ready[number] = self._leave(number)
+        if self._until_s <= now_s:
+            for number in [number for number, each in self._requests.items() if each.until_s <= now_s]:
+                self._ready[number] = self._leave(number)
+            self._until_s = min((each.until_s for each in self._requests.values()), default=math.inf)
         used = self._in_use(grammars)
-        if used == self._used and len(used) >= grammars.max_in_use:
+        if used == self._used and not grammars.has_room(len(used)):
             return
         for response_format, requests in list(self._waiting.items()):
             if response_format in self._compiling:
                 continue
-            if (response_format in used and not is_held) or len(used) < grammars.max_in_use:
+            if (response_format in used and not is_held) or grammars.has_room(len(used)):
                 used.add(response_format)
                 compiled = grammars.kept(response_format)
                 if compiled is None:
@@ -167,10 +198,10 @@ class FormatThread:
     def _may_begin(self, grammars: Grammars, response_format: ResponseFormat) -> bool:
         """Returns whether a new request may use the format, which may be one that others wait for."""
         used = self._in_use(grammars)
-        blocked = ((number, each) for number, each in self._formats.items() if each not in self._compiling)
-        oldest = next((self._waiting[each][number] for number, each in blocked), None)
+        blocked = (each for each in self._requests.values() if each.response_format not in self._compiling)
+        oldest = next(blocked, None)
         if oldest is None:
-            return response_format in used or len(used) < grammars.max_in_use
+            return response_format in used or grammars.has_room(len(used))
         return response_format in used and oldest.began_s > time.monotonic() - _PATIENCE_S
 
     def _in_use(self, grammars: Grammars) -> set[ResponseFormat]:
@@ -180,9 +211,21 @@ class FormatThread:
 
     def _compilation(self, grammars: Grammars, response_format: ResponseFormat) -> Future[CompiledFormat]:
         """Returns what compiles a format, which is compiled once for all requests and questions."""
-        checked = (compiling for each, compiling, _ in self._checks.values() if each == response_format)
-        found = self._compiling.get(response_format) or next(checked, None)
-        return found or self._thread.submit(grammars.compiled, response_format)
+        if (found := self._compiling.get(response_format)) is not None:
+            return found
+        if self._checking is not None and self._checking[0] == response_format:
+            return self._checking[1]
+        try:
+            return self._thread.submit(grammars.compiled, response_format)
+        except RuntimeError as error:  # no thread can start
+            failed: Future[CompiledFormat] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def _wait(self, number: int, waiting: _Waiting) -> None:
+        """Has a request wait behind all others."""
+        self._waiting.setdefault(waiting.response_format, {})[number] = self._requests[number] = waiting
+        self._until_s, self._used = min(self._until_s, waiting.until_s), None
 
     def _leave(self, number: int) -> _Waiting:
         """Removes a request from those that wait. Its format is no longer compiled if no other request waits for it."""
@@ -190,7 +233,7 @@ class FormatThread:
         response_format = waiting.response_format
         if response_format not in self._waiting and response_format in self._compiling:
             compiling = self._compiling.pop(response_format)
-            if all(compiling is not other for _, other, _ in self._checks.values()):
+            if self._checking is None or compiling is not self._checking[1]:
                 compiling.cancel()
         return waiting
 
@@ -203,12 +246,26 @@ class FormatThread:
     def _remove(self, number: int) -> _Waiting:
         """Removes a request from those that wait."""
         self._used = None
-        requests = self._waiting[response_format := self._formats.pop(number)]
-        waiting = requests.pop(number)
+        waiting = self._requests.pop(number)
+        requests = self._waiting[waiting.response_format]
+        del requests[number]
         if not requests:
-            del self._waiting[response_format]
+            del self._waiting[waiting.response_format]
         return waiting
 
     def close(self) -> None:
         """Drops what is not compiled yet."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def with_time_left(sampling: SamplingParams, waited_s: float) -> SamplingParams:
+    """Returns the parameters of a request that waited so long for its format. If its time is over, it ends before its
+    first token, and needs no format.
+    """
+    if sampling.response_format is None or sampling.timeout_s is None:
+        return sampling
+    if sampling.timeout_s <= waited_s:
+        return changed(sampling, timeout_s=_NO_TIME_S, response_format=None)
+    if waited_s < _SHORT_WAIT_S:
+        return sampling
+    return changed(sampling, timeout_s=sampling.timeout_s - waited_s)

@@ -30,11 +30,11 @@ from fastgen.runtime.answers.generation import Completion, Generation
 from fastgen.runtime.engine import Engine
 from fastgen.runtime.llm import LLM
 from fastgen.runtime.loading import load
-from fastgen.runtime.requests.sampling_params import SamplingParams, changed
+from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies import make_policy
 from fastgen.runtime.step.faults import cause_of
 from fastgen.serving.engine.connections import Connection, Connections
-from fastgen.serving.engine.formats import FormatThread
+from fastgen.serving.engine.formats import FormatThread, with_time_left
 from fastgen.serving.engine.messages import (
     Ask,
     Cancel,
@@ -71,8 +71,6 @@ PACE_S = 0.005
 # How long requests of a connection are queued before the next step, and those whose formats are compiled: a call may
 # have thousands of prompts.
 _SUBMITTING_S = 0.003
-# A wait that does not count against a time limit, and a limit that has passed at the next step.
-_SHORT_WAIT_S, _NO_TIME_S = 0.001, 1e-9
 # The longest sleep of an idle engine while a format is compiled.
 _FORMAT_S = 0.002
 
@@ -180,6 +178,9 @@ class EngineLoop:
         while not self._is_stopped and not self._is_orphan():
             self._receive()
             if self._engine.has_work:
+                if self._engine.grammars is not None:
+                    is_wanted = self._engine.scheduler.are_slots_wanted or self._formats.is_full
+                    self._engine.grammars.slots_are_wanted(is_wanted)
                 self._engine.step()
                 self._num_steps += 1
             self._report()
@@ -262,7 +263,7 @@ class EngineLoop:
         if not connection.is_open:  # it was closed while the format was compiled
             return
         try:
-            generation = self._engine.submit(message.prompt_ids, _with_time_left(sampling, time.monotonic() - came_s))
+            generation = self._engine.submit(message.prompt_ids, with_time_left(sampling, time.monotonic() - came_s))
         except Exception as error:  # the requests already in the engine are not affected
             self._refuse(connection, message.number, error)
             return
@@ -406,17 +407,6 @@ def main() -> None:
                 _log.critical("the engine ends: %s", error)
                 sys.exit(1)
     end_process()
-
-
-def _with_time_left(sampling: SamplingParams, waited_s: float) -> SamplingParams:
-    """Returns the parameters of a request that waited so long for its format. If its time is over, it ends before its
-    first token, and needs no format.
-    """
-    if sampling.response_format is None or sampling.timeout_s is None or waited_s < _SHORT_WAIT_S:
-        return sampling
-    if sampling.timeout_s > waited_s:
-        return changed(sampling, timeout_s=sampling.timeout_s - waited_s)
-    return changed(sampling, timeout_s=_NO_TIME_S, response_format=None)
 
 
 def _with_policy(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,9 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +30,11 @@ from fastgen.models.checkpoint.builtins import BUILTINS
 from fastgen.runtime.requests.constraint import Mask
 from fastgen.runtime.requests.response_format import ResponseFormat, parse_response_format
 from fastgen.runtime.requests.sampling_params import SamplingParams
-from fastgen.runtime.sampling import kept_formats, structured_output
+from fastgen.runtime.sampling import kept_formats, mask_threads, structured_output
 from fastgen.runtime.sampling import matcher as matching
 from fastgen.runtime.sampling.kept_formats import KeptFormats, most_in_use, most_kept_bytes
-from fastgen.runtime.sampling.matcher import CompiledFormat, Constraint, MaskThreads, Matcher
+from fastgen.runtime.sampling.mask_threads import MaskThreads, TurnThreads
+from fastgen.runtime.sampling.matcher import CompiledFormat, Constraint, Matcher
 from fastgen.runtime.sampling.structured_output import Grammars
 from fastgen.runtime.step import late_masks
 from fastgen.runtime.text.detokenizer import TokenDecoder
@@ -470,19 +473,20 @@ def test_an_answer_whose_masks_take_too_long_fails(
 def test_an_answer_whose_tokens_take_too_long_to_be_read_fails(
     grammars: Grammars, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, counted_from_s: float, fails: bool
 ) -> None:
-    monkeypatch.setattr(matching, "SLOW_TAKE_CPU_S", counted_from_s)
-    monkeypatch.setattr(matching, "MAX_TAKEN_CPU_S", 0.0)
+    monkeypatch.setattr(mask_threads, "SLOW_TAKE_CPU_S", counted_from_s)
+    monkeypatch.setattr(mask_threads, "MAX_TAKEN_CPU_S", 0.0)
+    monkeypatch.setattr(grammars, "_threads", MaskThreads())
     subject = matcher(grammars, {"type": "regex", "pattern": "aaaaaaaa"})
     subject.advance(next(token_id for token_id, text in texts_of(tokenizer).items() if text == b"a"))
     assert (allowed(subject) == set()) is fails
-    assert ("the tokens of answers took more than 0 s" in subject.error) is fails
+    assert ("the tokens of answers took more than" in subject.error) is fails
 
 
 def test_tokens_may_take_so_much_time_at_once_and_a_share_of_the_time_that_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s, threads = 1000.0, MaskThreads()
-    monkeypatch.setattr(matching, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(mask_threads, "time", SimpleNamespace(monotonic=lambda: now_s))
     assert all(threads.may_take(0.005) for _ in range(100)), "ordinary tokens do not count"
     assert threads.may_take(0.06)
     assert not threads.may_take(0.05)
@@ -503,17 +507,17 @@ def test_tokens_may_take_a_tenth_of_a_second_at_once() -> None:
 def test_there_are_as_many_threads_as_processors_up_to_four(
     monkeypatch: pytest.MonkeyPatch, num_processors: int | None, num_threads: int
 ) -> None:
-    monkeypatch.setattr(matching, "os", SimpleNamespace(cpu_count=lambda: num_processors))
+    monkeypatch.setattr(mask_threads, "os", SimpleNamespace(cpu_count=lambda: num_processors))
     threads = MaskThreads()
-    assert (threads.threads._max_workers, threads.slow_threads._max_workers) == (num_threads, num_threads)
+    assert (threads.threads._max_workers, threads.slow_threads._threads._max_workers) == (num_threads, num_threads)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
 def test_a_low_priority_is_ten_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     lowered: list[tuple[int, ...]] = []
     monkeypatch.setattr(os, "setpriority", lambda *given: lowered.append(given))
-    matching.lower_priority(77)
-    matching.lower_priority()
+    mask_threads.lower_priority(77)
+    mask_threads.lower_priority()
     assert lowered == [(os.PRIO_PROCESS, 77, 10), (os.PRIO_PROCESS, threading.get_native_id(), 10)]
 
 
@@ -566,6 +570,7 @@ def test_slow_masks_end_answers_only_while_requests_wait_for_slots(
     """Two answers in one format: 10 s of slow masks are within the limits, those of both together."""
     masks = _TimedMasks([length_s] * 600)
     monkeypatch.setattr(matching, "time", SimpleNamespace(thread_time=masks.thread_time, monotonic=lambda: 100.0))
+    monkeypatch.setattr(mask_threads, "time", SimpleNamespace(monotonic=lambda: 100.0))
     threads = MaskThreads()
     threads.are_slots_wanted = are_wanted
     compiled, right = CompiledFormat(ANY, masks), 0
@@ -582,14 +587,125 @@ def test_slow_masks_end_answers_only_while_requests_wait_for_slots(
 
 def test_the_time_for_slow_masks_refills(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr(matching, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(mask_threads, "time", SimpleNamespace(monotonic=lambda: now_s))
     threads = MaskThreads()
     threads.are_slots_wanted = True
-    assert threads.may_be_slow(9.0)
-    assert not threads.may_be_slow(1.5)
-    now_s = 4.0  # a second more
-    assert threads.may_be_slow(0.5)
-    assert not threads.may_be_slow(0.1)
+    assert threads.may_be_slow(9.0, 1)
+    assert not threads.may_be_slow(1.5, 1)
+    now_s = 2.0  # half a second more
+    assert threads.may_be_slow(0.4, 1), "what exceeded the limit is no debt"
+    assert not threads.may_be_slow(0.2, 1)
+
+
+def test_masks_are_slow_together_if_many_of_a_format_are_due() -> None:
+    """Each of 64 answers whose masks take 9 ms waits 0.6 s for its turn."""
+    threads = MaskThreads()
+    threads.are_slots_wanted = True
+    assert all(threads.may_be_slow(0.009, 11) for _ in range(5000))
+    assert 1050 < sum(threads.may_be_slow(0.009, 12) for _ in range(2000)) < 1300
+
+
+def test_the_masks_of_a_format_that_are_due_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks, seen = _TimedMasks([0.0] * 4), list[int]()
+    threads = MaskThreads()
+    monkeypatch.setattr(threads, "may_be_slow", lambda took_s, num_due: not seen.append(num_due))
+    compiled = CompiledFormat(ANY, masks)
+    answers = [Constraint(compiled, masks, threads, np.zeros(1, np.int32), 0).matcher() for _ in range(4)]
+    with compiled.lock:
+        for each in answers:
+            each.prepare()
+        answers[0].prepare()
+        assert compiled.num_due == 4
+        for each in answers[-1:]:
+            each.drop()
+    for each in answers[:-1]:
+        each.mask()
+    threads.threads.shutdown()
+    assert compiled.num_due == 0
+    assert set(seen) <= {1, 2, 3, 4}
+    answers[0].drop()
+    assert compiled.num_due == 0, "what is computed is due no longer, dropped or not"
+
+
+def test_the_mask_of_an_answer_that_has_ended_is_not_computed() -> None:
+    masks = _TimedMasks([0.0] * 2)
+    threads = MaskThreads()
+    compiled = CompiledFormat(ANY, masks)
+    first, second = (Constraint(compiled, masks, threads, np.zeros(1, np.int32), 0).matcher() for _ in range(2))
+    second._is_slow = first._is_slow = True
+    with compiled.lock:
+        first.prepare()
+        second.prepare()
+        second.drop()
+    first.mask()
+    threads.slow_threads._threads.shutdown()
+    assert len(masks.lengths_s) == 1
+    assert compiled.num_due == 0
+
+
+def test_formats_with_slow_masks_take_turns() -> None:
+    """One mask of each format at a time, in turns; what is cancelled is left out."""
+    threads, may_go, order = TurnThreads(), threading.Event(), list[str]()
+    threads._threads = ThreadPoolExecutor(1)
+
+    def compute(name: str) -> Mask:
+        assert may_go.wait(60)
+        order.append(name)
+        return np.zeros(1, np.int32)
+
+    asked = [threads.submit(name[0], partial(compute, name)) for name in ("a1", "a2", "a3", "a4", "b1", "b2", "c1")]
+    assert asked[2].cancel()
+    may_go.set()
+    for each in asked:
+        if not each.cancelled():
+            each.result(60)
+    threads._threads.shutdown()
+    assert order in (["a1", "a2", "b1", "c1", "b2", "a4"], ["a1", "b1", "c1", "a2", "b2", "a4"])
+    assert not threads._queues
+    assert not threads._under_way
+
+
+def test_masks_of_one_format_hold_one_thread() -> None:
+    threads, held, may_go, done = TurnThreads(), threading.Semaphore(0), threading.Event(), threading.Semaphore(0)
+    threads._threads = ThreadPoolExecutor(2)
+
+    def slow() -> Mask:
+        held.release()
+        assert may_go.wait(60)
+        return np.zeros(1, np.int32)
+
+    def fast() -> Mask:
+        done.release()
+        return np.zeros(1, np.int32)
+
+    asked = [threads.submit("slow", slow) for _ in range(3)]
+    assert held.acquire(timeout=60)
+    asked.append(threads.submit("fast", fast))
+    assert done.acquire(timeout=60), "the other thread waits for no slow mask"
+    assert not held.acquire(timeout=0.05), "no second mask of the format has begun"
+    may_go.set()
+    for each in asked:
+        each.result(60)
+
+
+def test_tokens_of_all_answers_together_wait_little_for_parsers(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, threads, lock = 1000.0, MaskThreads(), threading.Lock()
+    monkeypatch.setattr(mask_threads, "time", SimpleNamespace(monotonic=lambda: now_s))
+    assert threads.acquire(lock), "it is free"
+    waits_s: list[float] = []
+
+    class Held:
+        def acquire(self, *, timeout: float) -> bool:
+            if timeout:
+                waits_s.append(timeout)
+            return False
+
+    held: Any = Held()
+    assert not any(threads.acquire(held) for _ in range(60))
+    assert waits_s == [0.002] * 5
+    now_s += 0.05
+    assert not any(threads.acquire(held) for _ in range(60))
+    assert waits_s == [0.002] * 7, "5 ms more"
 
 
 class _Awaited:
@@ -716,14 +832,15 @@ LIMITS = structured_output._LIMITS
             f"more), and at the {NUMBERS[matching.MAX_SLOW_MASKS + 1]}th that takes more than "
             f"{matching.MAX_MASK_CPU_S:g} s.",
         ),
-        ("sampling.md", f"Up to {NUMBERS[matching.MAX_THREADS]} threads compute the mask"),
+        ("sampling.md", f"Up to {NUMBERS[mask_threads.MAX_THREADS]} threads compute the mask"),
         ("serving.md", f"A step waits at most {late_masks.MAX_WAIT_S * 1000:g} ms for all of them together"),
         (
             "serving.md",
-            f"The engine has {matching.MAX_TAKEN_CPU_S:g} s of processor time for feeding tokens to parsers, which a "
-            f"{'tenth' if matching.MAX_TAKEN_SHARE == 0.1 else matching.MAX_TAKEN_SHARE} of the passing time refills.",
+            f"The engine has {mask_threads.MAX_TAKEN_CPU_S:g} s of processor time for feeding tokens to parsers, which "
+            f"a {'tenth' if mask_threads.MAX_TAKEN_SHARE == 0.1 else mask_threads.MAX_TAKEN_SHARE} of the passing time "
+            "refills.",
         ),
-        ("serving.md", f"Tokens that take at most {matching.SLOW_TAKE_CPU_S * 1000:g} ms do not count."),
+        ("serving.md", f"Tokens that take at most {mask_threads.SLOW_TAKE_CPU_S * 1000:g} ms do not count."),
         ("serving.md", f"The engine keeps {kept_formats.MAX_KEPT} compiled formats"),
     ],
 )
@@ -735,7 +852,7 @@ def test_the_documentation_states_what_a_format_may_cost(page: str, sentence: st
 def test_a_mask_that_takes_too_long_is_abandoned_and_delays_no_other(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch, is_asked_first: bool
 ) -> None:
-    monkeypatch.setattr(matching, "MAX_THREADS", 1)
+    monkeypatch.setattr(mask_threads, "MAX_THREADS", 1)
     monkeypatch.setattr(matching, "MAX_MASK_CPU_S", 0.01)
     monkeypatch.setattr(matching, "MAX_AWAITED_CPU_S", 0.05)
     endless, honest = (matcher(grammars, {"type": "regex", "pattern": each}) for each in ("aaaa", "bbbb"))
@@ -828,18 +945,35 @@ def test_a_format_that_is_used_is_there_though_others_are_kept(monkeypatch: pyte
     kept.keep(CompiledFormat(formats[2], None))
     assert len(looks) == 1, "what is in use is dropped without another look at the heap"
     assert [kept.get(each) is not None for each in formats] == [True, True, True, False]
-    assert kept.in_use() == set(formats[:2])
+    assert (kept.in_use(), kept.num_spoiled) == (set(formats[:2]), 0)
     used[0].format.is_spoiled = True
     assert kept.get(formats[0]) is None
     kept.keep(CompiledFormat(formats[0], None))
-    assert kept.in_use() == set(formats[:2]), "the spoiled one still takes memory"
+    assert (kept.in_use(), kept.num_spoiled) == ({formats[1]}, 1), "the spoiled one still takes memory"
     del each, used
-    assert kept.in_use() == set()
+    assert (kept.in_use(), kept.num_spoiled) == (set(), 0)
     assert [kept.get(each) is not None for each in formats] == [True, False, False, False]
 
 
 def test_open_requests_may_have_formats_of_a_16th_part_of_the_memory() -> None:
     assert [most_in_use(gib << 30) for gib in (1, 24, 256)] == [4, 25, 273]
+
+
+def test_there_is_room_for_a_format_by_number_and_by_the_size_of_the_heap(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heap_bytes = 0
+    monkeypatch.setattr(kept_formats, "heap_bytes", lambda: heap_bytes)
+    grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[], max_in_use=6)
+    grammars.prepare()
+    assert [grammars.has_room(number) for number in range(8)] == [True] * 6 + [False] * 2
+    heap_bytes = 6 * kept_formats.FORMAT_BYTES
+    assert [grammars.has_room(number) for number in range(8)] == [True] * 4 + [False] * 4, "a few are always served"
+    masks = _TimedMasks([])
+    spoiled = Constraint(CompiledFormat(ANY, None), masks, MaskThreads(), masks.all_tokens, 0)
+    grammars.keep(spoiled.format)
+    spoiled.format.is_spoiled = True
+    assert [grammars.has_room(number) for number in range(4)] == [True] * 3 + [False], "it takes memory too"
 
 
 def test_formats_may_take_a_64th_part_of_the_memory_up_to_128_mib() -> None:
@@ -885,7 +1019,26 @@ def test_a_format_whose_lexer_reached_a_limit_is_compiled_again(
             break
         subject.advance(token_id)
     assert "too many states" in subject.error
+    assert subject._constraint.format.is_spoiled
     assert allowed(matcher(grammars, limited))
+
+
+def test_a_format_is_shared_on_though_one_answer_reached_a_limit_of_its_parser(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(structured_output._LIMITS, "max_items_in_row", 40)
+    grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[])
+    words = "\n".join(f'x{index}: "c" "{index}"' for index in range(60))
+    grammar = 'start: "a" x\nx: "b" (' + " | ".join(f"x{index}" for index in range(60)) + f")\n{words}"
+    limited = {"type": "grammar", "grammar": grammar}
+    subject = matcher(grammars, limited)
+    ids = {text: token_id for token_id, text in texts_of(tokenizer).items()}
+    for text in (b"a", b"b"):
+        if allowed(subject):
+            subject.advance(ids[text])
+    assert not allowed(subject)
+    assert subject.error
+    assert not subject._constraint.format.is_spoiled
 
 
 def test_the_formats_used_last_are_kept(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

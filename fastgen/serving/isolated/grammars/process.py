@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.response_format import ResponseFormat
-from fastgen.runtime.sampling.matcher import lower_priority
+from fastgen.runtime.sampling.mask_threads import lower_priority
 from fastgen.runtime.sampling.structured_output import Grammars
 from fastgen.serving.isolated.grammars.trial import MAX_CPU_S, MAX_MEMORY_BYTES, Model, Trial
 from fastgen.serving.isolated.processes import answer_all
