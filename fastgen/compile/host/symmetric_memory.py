@@ -68,4 +68,4 @@ def of_gpus(
     own.zero_()
     torch.cuda.synchronize(device)  # others signal as soon as they have met this rank
     handle = named._SymmetricMemory.rendezvous(own, name)
-    return SymmetricMemory(handle.buffer_ptrs, device, (own, handle), is_measured=is_measured)
+    return SymmetricMemory(handle.buffer_ptrs, device, (own, handle, group), is_measured=is_measured)
