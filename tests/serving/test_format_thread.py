@@ -367,6 +367,7 @@ def test_a_question_shares_a_compilation_and_keeps_it(thread: FormatThread, gram
     for number, each in enumerate((FIRST, SECOND)):
         thread.when_compiled(number, each, lambda: events.append("never"))
     thread.check(7, SECOND, lambda: events.append("answered"))
+    thread.proceed()
     thread.cancel(1)
     thread.cancel(0)
     grammars.may_end.set()
