@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
 import httpx2
 import openai
 import pytest
+from tokenizers import pre_tokenizers
 
 from fastgen.runtime.requests.outputs import FinishReason
 from fastgen.runtime.requests.sampling_params import SamplingParams
@@ -159,6 +161,37 @@ def test_the_cause_of_an_unforeseen_failure_is_not_told(path: str, body: dict[st
     assert found.status_code == (200 if num_tokens else 500)
     assert json.loads(found.text.rpartition("event: error\ndata: ")[2]) == {"error": error}
     assert "secret" not in found.text
+
+
+def test_a_text_that_the_tokenizer_fails_to_encode_is_a_400() -> None:
+    service = ending("stop")
+    service.codec.tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.FixedLength(length=0)
+    found = post(service, "completions", ONCE)
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "prompt")
+    assert "tokenizer cannot encode this text: chunk size must be non-zero" in found.json()["error"]["message"]
+
+
+class Panic(BaseException):
+    """Stands for a panic of a library in Rust."""
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_answer_that_ends_in_a_panic_ends_the_stream_of_all(number: int) -> None:
+    class Panicking:
+        async def __aiter__(self) -> AsyncIterator[list[Any]]:
+            yield []
+            raise Panic
+
+        def cancel(self) -> None:
+            pass
+
+    async def run() -> None:
+        async with asyncio.timeout(30), Batch([Panicking() for _ in range(number)]) as batch:  # type: ignore[misc]
+            async for _ in batch.updates():
+                pass
+
+    with pytest.raises(Panic):
+        asyncio.run(run())
 
 
 @pytest.mark.parametrize(("retry_after_s", "told"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (1.1, "2"), (60.0, "60")])

@@ -11,6 +11,7 @@ from fastgen.errors import CheckpointError, FastgenError, InvalidArgumentError, 
 from fastgen.models.checkpoint.files import read_json_object
 from fastgen.runtime.requests.sampling_params import SamplingParams, default_sampling, not_followed
 from fastgen.runtime.text.detokenizer import Detokenizer, TokenDecoder
+from fastgen.runtime.text.panics import panics_as_errors
 from fastgen.runtime.text.prompts import Conversation, Prompt, TemplateOptions, as_token_ids
 from fastgen.runtime.text.token_bytes import TokenBytes
 from fastgen.runtime.text.tokenizer_loading import load_tokenizer
@@ -208,8 +209,8 @@ class TextCodec:
         )
 
     def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Returns the token ids of ``text``. Raises ``InvalidArgumentError``, or ``PromptTooLongError`` if it is sure
-        to have more than ``max_tokens``.
+        """Returns the token ids of ``text``. Raises ``InvalidArgumentError`` if the tokenizer cannot encode it, or
+        ``PromptTooLongError`` if it is sure to have more than ``max_tokens``.
         """
         self._need_tokenizer("a text prompt")
         try:
@@ -221,7 +222,11 @@ class TextCodec:
         return self.encode_plain(text, add_special_tokens)
 
     def _encode_plain(self, text: str, add_special_tokens: bool) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+        try:
+            with panics_as_errors():
+                return list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+        except Exception as error:  # the library raises anything, since the rules are the checkpoint's
+            raise InvalidArgumentError(f"the model's tokenizer cannot encode this text: {error}") from error
 
     def _refuse_far_more(self, text: str, max_tokens: int) -> None:
         """Raises ``PromptTooLongError`` if a beginning of ``text`` has more tokens than all of it may have. The time

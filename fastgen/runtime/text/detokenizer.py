@@ -16,6 +16,8 @@ from collections.abc import Sequence as SequenceOf
 from functools import lru_cache
 from typing import Any
 
+from fastgen.runtime.text.panics import panics_as_errors
+
 # Stands in decoded text for bytes that are no character (yet).
 REPLACEMENT = "\ufffd"
 
@@ -78,7 +80,8 @@ class TokenDecoder:
         return token_id in self._text_ids
 
     def decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        with panics_as_errors():
+            text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastgen.errors import CheckpointError
 from fastgen.models.checkpoint.files import read_json_object
+from fastgen.runtime.text.panics import panics_as_errors
 from fastgen.runtime.text.tokenizer_checks import check_tokenizer
 from fastgen.runtime.text.tokenizer_files import check_tokenizer_files
 
@@ -40,13 +41,13 @@ def load_tokenizer(directory: Path, config: Mapping[str, Any], tokenizer_class: 
         return None
     try:
         check_tokenizer_files(directory)
-        with _ONE_AT_A_TIME:
+        with _ONE_AT_A_TIME, panics_as_errors():
             if tokenizer_class in _GENERIC_CLASSES:
                 tokenizer = import_generic_tokenizer().from_pretrained(str(directory), local_files_only=True)
             else:
                 tokenizer = _chosen(directory, config)
         check_tokenizer(tokenizer)
-    except Exception as error:  # the library raises anything from KeyError to its Rust part's own exceptions
+    except Exception as error:  # the library raises anything, from KeyError to panics
         if "trust_remote_code" in str(error):
             raise CheckpointError(
                 f"{directory}: its tokenizer needs code of the checkpoint's own (auto_map in tokenizer_config.json), "

@@ -130,8 +130,9 @@ class Batch:
                     async for updates in running:
                         news.put_nowait([(number, update) for update in updates])
                 news.put_nowait(None)
-            except Exception as error:
+            except BaseException as error:  # whatever ends this must end the stream, which waits for it
                 news.put_nowait(error)
+                raise
 
         tasks = [asyncio.ensure_future(follow(*each)) for each in enumerate(self._running)]
         num_open = len(tasks)
