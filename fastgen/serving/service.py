@@ -16,7 +16,7 @@ from fastgen.models.checkpoint.files import read_json_object
 from fastgen.runtime.requests.outputs import GenerationOutput
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
-from fastgen.runtime.text.tokenizer_checks import may_encode_slowly
+from fastgen.runtime.text.tokenizer_checks import check_can_be_served, may_encode_slowly
 from fastgen.runtime.text.tokenizer_loading import import_generic_tokenizer
 from fastgen.serving.admission.admission import Admitted
 from fastgen.serving.admission.request_limits import (
@@ -132,6 +132,7 @@ class Service:
         codec = await asyncio.to_thread(
             TextCodec.from_checkpoint, directory, config, tokenizer_class=facts.tokenizer_class
         )
+        check_can_be_served(codec.tokenizer)
         if codec.has_chat_template:
             self._templates = TemplateRenderer(codec.tokenizer)
             await asyncio.to_thread(self._templates.processes.start)
@@ -143,7 +144,7 @@ class Service:
             codec.encode_plain, codec.waits_to_encode = self._encoder.encode, True
             self._encoder.encode.queue.on_full = partial(self.metrics.refused, "queued_texts")
         codec.max_tokens = facts.max_model_len
-        if hasattr(codec.tokenizer, "backend_tokenizer"):  # only formats need it; the engine reports the error
+        if codec.has_tokenizer:  # only formats need it; the engine reports the error
             self._formats = TrialQueue(FormatTrials(codec.tokenizer, facts.vocab_size))
         self._codec = codec
 

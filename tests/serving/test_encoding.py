@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +19,19 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fastgen.errors import CheckpointError, InvalidArgumentError
 from fastgen.models.checkpoint.hub import locate
-from fastgen.runtime.text.tokenizer_checks import KNOWN_PATTERNS, check_tokenizer, may_encode_slowly
+from fastgen.runtime.text.codec import TextCodec
+from fastgen.runtime.text.tokenizer_checks import (
+    KNOWN_PATTERNS,
+    check_can_be_served,
+    check_tokenizer,
+    may_encode_slowly,
+)
+from fastgen.serving.engine.messages import EngineFacts
 from fastgen.serving.isolated.encoding.encoder import Encoded, Text, TextEncoder
 from fastgen.serving.isolated.encoding.process import begin
+from fastgen.serving.service import Service
 from tests.fast import cases
+from tests.serving.fake_engine import FACTS
 
 # At each place of a text of these letters it looks at all the rest twice, so that its time grows with the third power.
 CUBIC = "[ab]*[ab]*[cd]|."
@@ -127,6 +139,28 @@ def test_a_model_of_an_unknown_type_may_take_long() -> None:
         normalizer=None,
     )
     assert may_encode_slowly(SimpleNamespace(backend_tokenizer=backend))
+
+
+def test_a_tokenizer_in_python_is_taken_by_the_library_and_not_by_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CTRL's takes a time that grows with the square of the text's length."""
+    (tmp_path / "vocab.json").write_text(json.dumps({"<unk>": 0, "a": 1, "a</w>": 2, "a@@": 3}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "CTRLTokenizer"}))
+    (tmp_path / "config.json").write_text("{}")
+    codec = TextCodec.from_checkpoint(tmp_path, {})
+    assert codec.decode(codec.encode("a a")) == "a a"
+    service = Service({"model": str(tmp_path)})
+
+    async def start() -> EngineFacts:
+        return msgspec.structs.replace(FACTS, directory=str(tmp_path), tokenizer_class="CTRLTokenizer")
+
+    monkeypatch.setattr(service.engine, "start", start)
+    with pytest.raises(CheckpointError, match=r"tokenizer, CTRLTokenizer, is one in Python.* fastgen\.load takes this"):
+        asyncio.run(service.start())
+    assert service.state != "ready"
+    check_can_be_served(None)
 
 
 def test_a_decoder_with_a_pattern_is_refused() -> None:

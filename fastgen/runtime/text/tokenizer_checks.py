@@ -5,7 +5,7 @@ A tokenizer is data, but its rules may rewrite a text again and again: six rules
 costs time and memory of the process that reads the text, so such a tokenizer is refused when it is loaded. Others may
 take long for some texts: the time of a regular expression may grow with a high power of the text's length, and the time
 of long tokens with the product of both lengths. :func:`may_encode_slowly` tells which, and a server encodes texts by
-them in another process.
+them in another process. Nothing can be told of a tokenizer in Python, so a server takes none.
 """
 
 from __future__ import annotations
@@ -81,6 +81,16 @@ def check_tokenizer(tokenizer: Any) -> None:
     _check_at_most("the text of a token of its tokenizer has {} characters", len(longest), MAX_TOKEN_CHARACTERS)
 
 
+def check_can_be_served(tokenizer: Any) -> None:
+    """Raises ``CheckpointError`` if ``tokenizer`` is one in Python. Its time for a text has no limit that is known."""
+    if tokenizer is not None and not hasattr(tokenizer, "backend_tokenizer"):
+        raise CheckpointError(
+            f"the checkpoint's tokenizer, {type(tokenizer).__name__}, is one in Python, which may take too long for "
+            "some texts; a server takes one that a tokenizer.json describes. fastgen.load takes this one, for texts of "
+            "your own"
+        )
+
+
 def _check_part(name: str, rules: Mapping[str, Any]) -> None:
     its = f"the {name} of its tokenizer"
     _check_at_most(f"{its} has {{}} rules", _num_rules(rules), MAX_DECODER_RULES if name == "decoder" else MAX_RULES)
@@ -104,12 +114,12 @@ def _check_at_most(what: str, found: int, most: int) -> None:
 
 
 def may_encode_slowly(tokenizer: Any) -> bool:
-    """Returns whether ``tokenizer``, one that :func:`check_tokenizer` takes, may encode some texts far more slowly than
-    common tokenizers do.
+    """Returns whether ``tokenizer``, one that :func:`check_tokenizer` and :func:`check_can_be_served` take, may encode
+    some texts far more slowly than common tokenizers do.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
+    if tokenizer is None:
         return False
+    backend = tokenizer.backend_tokenizer
     rules = json.loads(backend.to_str())
     return (
         not KNOWN_PATTERNS.issuperset(_patterns(rules))
