@@ -41,6 +41,8 @@ HOSTILE = "a" * 3000
 
 
 VOCABULARY = {"a": 0, "b": 1, "<unk>": 2}
+# A table that makes eighteen characters of one, as SentencePiece's own does.
+TABLE = normalizers.Precompiled(b"\4\0\0\0" + b"\0\0\0\0" + b"x" * 18 + b"\0")
 
 
 def with_parts(
@@ -90,6 +92,15 @@ SLOW = {
     ),
     "a long text to replace": with_parts(normalizer=normalizers.Replace("b" * 10_000, "c")),
     "a long text to split at": with_parts(pre_tokenizer=pre_tokenizers.Split("b" * 10_000, "isolated")),
+    "a character that becomes many": with_parts(normalizer=normalizers.Replace("x", "a" * 21)),
+    "a character that becomes many in two parts": with_parts(
+        normalizer=normalizers.NFKC(), pre_tokenizer=pre_tokenizers.ByteLevel(use_regex=False)
+    ),
+    "many rules for what a character becomes": with_parts(normalizer=normalizers.Sequence([normalizers.NFKC()] * 8)),
+    # Each part of a text between added tokens gets it.
+    "a long text before others": with_parts(
+        normalizer=normalizers.Prepend("b" * 20), added=AddedToken("x", normalized=False)
+    ),
     "many rules": with_parts(pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.BertPreTokenizer()] * 100)),
 }
 USUAL = {
@@ -97,6 +108,20 @@ USUAL = {
     # Of T5, XLM-R and ALBERT.
     "Unigram": with_parts(unigram(16), pre_tokenizer=pre_tokenizers.Metaspace(), added=AddedToken("<extra_id_0>")),
     "Unigram with the longest usual tokens": with_parts(unigram(64)),
+    # Of models with Unicode's compatibility characters.
+    "NFKC": with_parts(unigram(16), normalizer=normalizers.NFKC(), pre_tokenizer=pre_tokenizers.Metaspace()),
+    # Of T5, mT5 and XLM-R.
+    "SentencePiece's table": with_parts(
+        unigram(16),
+        normalizer=normalizers.Sequence([TABLE, normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), "▁")]),
+        pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]),
+    ),
+    # Of Qwen and GPT-NeoX.
+    "bytes": with_parts(normalizer=normalizers.NFC(), pre_tokenizer=pre_tokenizers.ByteLevel()),
+    # Of Llama 2 and Mistral.
+    "text before others": with_parts(
+        bpe(), normalizer=normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    ),
     # Of Gemma and Llama 2, which have no pre-tokenizer.
     "BPE": with_parts(bpe(), normalizer=normalizers.Replace(" ", "▁"), added=AddedToken(" " * 31)),
     "WordPiece": with_parts(

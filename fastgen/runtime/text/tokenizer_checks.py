@@ -13,16 +13,16 @@ from __future__ import annotations
 import base64
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unicodedata import normalize
 
 from fastgen.errors import CheckpointError
 
 # How many characters the rules of a tokenizer may make of one. SentencePiece's table of Unicode's compatibility
 # characters, which many tokenizers have, makes 18.
 MAX_GROWTH = 32
-# Most characters that they may put before a text. Converted SentencePiece models put one there.
+# Most characters that they may put before a text, or a part of one. Converted SentencePiece models put one there.
 MAX_ADDED_CHARACTERS = 1024
 # Most ids that they may put around a text. Most tokenizers put one or two there.
 MAX_ADDED_IDS = 1024
@@ -32,15 +32,22 @@ MAX_RULES = 256
 MAX_DECODER_RULES = 16
 # Most characters in the text of one token.
 MAX_TOKEN_CHARACTERS = 4096
+# Most characters that the rules of a decoder may look at for one token, counted again for each rule. They look at up to
+# 17 tokens for each of an answer, and a character may take 0.2 microseconds.
+MAX_DECODED_CHARACTERS = 8192
 # Most characters of a word that WordPiece splits, in a time that grows with their third power. BERT's has 100.
 MAX_WORD_CHARACTERS = 256
 # Most characters in what a model writes before or behind each part of a word, such as "##" or "</w>".
 MAX_AFFIX_CHARACTERS = 64
-# A tokenizer beyond one of the next three may encode slowly. Those of Llama, GPT-2, Gemma, T5 and BERT are within them.
+# A tokenizer beyond one of the next five may encode slowly. Those of Llama, GPT-2, Gemma, T5 and BERT are within them.
 #
 # Characters of a token of Unigram, of an added token, and of a text that a rule looks for: at each place of a text they
-# may be compared up to their last character.
+# may be compared up to their last character. A decoder may not look for a longer text at all.
 LONG_CHARACTERS = 64
+# Characters that the normalizer and the pre-tokenizer make of one together.
+MUCH_GROWTH = 20
+# Characters that their rules look at for one of a text, counted again for each rule.
+MANY_LOOKED_AT = 128
 # Rules of a normalizer or a pre-tokenizer.
 MANY_RULES = 32
 # Characters of a word that WordPiece splits.
@@ -49,7 +56,7 @@ _CONTRACTIONS = r"'s|'t|'re|'ve|'m|'ll|'d"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # Regular expressions of common tokenizers: of GPT-2, Llama 3, Qwen 2, and converted SentencePiece models. Their time is
-# proportional to the text's length.
+# proportional to the text's length, and they never match the empty text.
 KNOWN_PATTERNS = frozenset(
     {
         rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+",
@@ -59,6 +66,9 @@ KNOWN_PATTERNS = frozenset(
         r"\s+",
     }
 )
+# The most characters that rules of Unicode make of one. All of them together make no more than the one that makes most,
+# since they leave alone what another has made.
+_UNICODE_GROWTH = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "BertNormalizer": 3, "Lowercase": 2}
 
 
 def check_tokenizer(tokenizer: Any) -> None:
@@ -77,8 +87,12 @@ def check_tokenizer(tokenizer: Any) -> None:
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
         affix = getattr(backend.model, name, None) or ""
         _check_at_most(f"the {name} of its tokenizer has {{}} characters", len(affix), MAX_AFFIX_CHARACTERS)
-    longest = max(tokenizer.get_vocab(), key=len, default="")
-    _check_at_most("the text of a token of its tokenizer has {} characters", len(longest), MAX_TOKEN_CHARACTERS)
+    longest = max(map(len, tokenizer.get_vocab()), default=0)
+    _check_at_most("the text of a token of its tokenizer has {} characters", longest, MAX_TOKEN_CHARACTERS)
+    if backend.decoder is not None:
+        looked_at = longest * _num_looked_at(json.loads(backend.decoder.__getstate__()))
+        what = f"the rules of its tokenizer's decoder may look at {{}} characters for a token of {longest}"
+        _check_at_most(what, looked_at, MAX_DECODED_CHARACTERS)
 
 
 def check_can_be_served(tokenizer: Any) -> None:
@@ -101,10 +115,17 @@ def _check_part(name: str, rules: Mapping[str, Any]) -> None:
         return
     _check_at_most(f"{its} may make {{}} characters of one", growth_of(rules), MAX_GROWTH)
     _check_at_most(f"{its} may put {{}} characters before a text", added_before(rules), MAX_ADDED_CHARACTERS)
-    if name == "decoder" and any(_patterns(rules)):
+    if name == "decoder":
+        _check_decoder(its, rules)
+
+
+def _check_decoder(its: str, rules: Mapping[str, Any]) -> None:
+    if any(_patterns(rules)):
         raise CheckpointError(f"{its} has a regular expression, whose time has no limit")
-    if name == "decoder" and any(rule["type"] == "Strip" and rule["stop"] for rule in _each(rules)):
+    if any(rule["type"] == "Strip" and rule["stop"] for rule in _each(rules)):
         raise CheckpointError(f"{its} removes characters from the end of tokens, and fails where a token has fewer")
+    longest = max(map(len, _patterns(rules, "String")), default=0)
+    _check_at_most(f"{its} looks for a text of {{}} characters", longest, LONG_CHARACTERS)
 
 
 def _check_at_most(what: str, found: int, most: int) -> None:
@@ -125,9 +146,15 @@ def may_encode_slowly(tokenizer: Any) -> bool:
         not KNOWN_PATTERNS.issuperset(_patterns(rules))
         or any(len(text) > LONG_CHARACTERS for text in _patterns(rules, "String"))
         or any(_num_rules(rules[name] or {}) > MANY_RULES for name in ("normalizer", "pre_tokenizer"))
+        or _may_text_grow_much(rules["normalizer"] or {}, rules["pre_tokenizer"] or {})
         or _may_model_be_slow(rules["model"])
         or any(_may_added_token_be_slow(token, backend.normalizer) for token in rules["added_tokens"])
     )
+
+
+def _may_text_grow_much(normalizer: Mapping[str, Any], pre_tokenizer: Mapping[str, Any]) -> bool:
+    grown, looked_at = growth_of_text(normalizer, pre_tokenizer)
+    return grown > MUCH_GROWTH or looked_at > MANY_LOOKED_AT
 
 
 def _may_model_be_slow(model: Mapping[str, Any]) -> bool:
@@ -174,17 +201,44 @@ def growth_of(rules: Mapping[str, Any]) -> int:
     """Returns the most characters that ``rules``, a part of a tokenizer as JSON, make of one, rule after rule.
 
     Counted are rules whose texts come with the checkpoint, and those that write more each time they are repeated.
-    Unicode's normal forms are not: they make at most 18 characters of one, and nothing more of these.
+    Unicode's normal forms are not: they make at most 18 characters of one, and nothing more of these. But the texts of
+    other rules are counted as long as the normal forms would make them.
     """
     return math.prod(map(_growth_of_one, _each(rules)))
 
 
+def growth_of_text(normalizer: Mapping[str, Any], pre_tokenizer: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the most characters that both parts together make of one in a text, Unicode's normal forms included; and
+    how many their rules look at for it.
+
+    What is put before a text counts for each character, since an added token may end a part of it at each.
+    """
+    by_unicode = max(_UNICODE_GROWTH.get(rule.get("type", ""), 1) for rule in _each(normalizer))
+    added = added_before(normalizer)
+    normalized = growth_of(normalizer) * by_unicode + added
+    looked_at = _num_looked_at(normalizer) * (by_unicode + added) + _num_looked_at(pre_tokenizer) * normalized
+    return normalized * growth_of(pre_tokenizer), looked_at
+
+
 def added_before(rules: Mapping[str, Any]) -> int:
-    """Returns the most characters that ``rules``, as in :func:`growth_of`, put before a text, however short it is."""
+    """Returns the most characters that ``rules``, as in :func:`growth_of`, put before a text, however short it is, and
+    before each part of it between added tokens.
+    """
     added = 0
     for rule in _each(rules):
-        added = added * _growth_of_one(rule) + len(rule["prepend"] if rule.get("type") == "Prepend" else "")
+        added = added * _growth_of_one(rule) + _length(rule["prepend"] if rule.get("type") == "Prepend" else "")
     return added
+
+
+def _num_looked_at(rules: Mapping[str, Any]) -> int:
+    """Returns how many characters ``rules``, as in :func:`growth_of`, look at for one: each at all that those before it
+    have made of it.
+    """
+    looked_at, grown = 0, 1
+    for rule in _each(rules):
+        looked_at += grown
+        grown *= _growth_of_one(rule)
+    return looked_at
 
 
 def added_around(rules: Mapping[str, Any]) -> tuple[int, int]:
@@ -234,16 +288,13 @@ def _growth_of_one(rule: Mapping[str, Any]) -> int:
 
 
 def _growth_of_replace(pattern: Mapping[str, str], content: str) -> int:
-    """Returns the most characters that this rule makes of one. A regular expression that matches the empty text, or
-    that Python does not read, may put ``content`` beside every character.
+    """Returns the most characters that this rule makes of one. A regular expression that is not known may match the
+    empty text somewhere, and put ``content`` beside every character.
     """
+    length = _length(content)
     if (text := pattern.get("String")) is not None:
-        return max(1, math.ceil(len(content) / len(text))) if text else 1 + len(content)
-    try:
-        matches_nothing = re.compile(pattern["Regex"]).match("") is not None
-    except re.error:
-        matches_nothing = True
-    return max(1, len(content) + matches_nothing)
+        return max(1, math.ceil(length / len(text))) if text else 1 + length
+    return max(1, length + (pattern["Regex"] not in KNOWN_PATTERNS))
 
 
 def _longest_in_table(charsmap: str) -> int:
@@ -252,4 +303,9 @@ def _longest_in_table(charsmap: str) -> int:
     """
     table = base64.b64decode(charsmap)
     texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
-    return max(1, *(len(text.decode("utf-8", "replace")) for text in texts))
+    return max(1, *(_length(text.decode("utf-8", "replace")) for text in texts))
+
+
+def _length(text: str) -> int:
+    """Returns the number of characters of ``text`` in the longest of Unicode's normal forms."""
+    return sum(len(normalize("NFKD", character)) for character in text)

@@ -10,9 +10,17 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from fastgen.errors import CheckpointError
-from fastgen.runtime.text.tokenizer_checks import added_around, added_before, check_tokenizer, growth_of
+from fastgen.runtime.text.tokenizer_checks import (
+    added_around,
+    added_before,
+    check_tokenizer,
+    growth_of,
+    growth_of_text,
+)
 
 VOCABULARY = {"<s>": 0, "</s>": 1, "a": 2, "##a": 3}
+# Eighteen characters in NFKC and NFKD.
+LIGATURE = "\ufdfa"
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 # Of Llama 2, Mistral and Phi-3.
 FROM_PIECES: dict[str, Any] = {
@@ -81,6 +89,8 @@ def template(single: list[dict[str, Any]], num_ids: int = 1) -> dict[str, Any]:
     return {"type": "TemplateProcessing", "single": single, "pair": [A, B], "special_tokens": special}
 
 
+# Fourteen rules look at what the first has made.
+SLOW_DECODER = decoders.Sequence([decoders.Replace("b", "c" * 32), *[decoders.Replace("c", "c")] * 14])
 A = {"Sequence": {"id": "A", "type_id": 0}}
 B = {"Sequence": {"id": "B", "type_id": 0}}
 S = {"SpecialToken": {"id": "<s>", "type_id": 0}}
@@ -102,6 +112,14 @@ S = {"SpecialToken": {"id": "<s>", "type_id": 0}}
         ({"normalizer": normalizers.Sequence([normalizers.ByteLevel()] * 9)}, "normalizer of .* 262144 characters of"),
         ({"normalizer": normalizers.Sequence([normalizers.NFD()] * 256)}, "normalizer of .* has 257 rules"),
         (
+            {"normalizer": normalizers.Sequence([normalizers.Replace("a", LIGATURE * 32), normalizers.NFKD()])},
+            "normalizer of .* may make 576 characters of one; at most 32",
+        ),
+        (  # it matches nothing before each character
+            {"normalizer": normalizers.Sequence([normalizers.Replace(Regex("(?=.)"), "b")] * 20)},
+            "normalizer of .* may make 1048576 characters of one; at most 32",
+        ),
+        (
             {"pre_tokenizer": pre_tokenizers.Sequence([BYTES] * 3)},
             "pre_tokenizer of .* may make 64 characters of one; at most 32",
         ),
@@ -112,6 +130,18 @@ S = {"SpecialToken": {"id": "<s>", "type_id": 0}}
         (
             {"decoder": decoders.Sequence([decoders.BPEDecoder("")] * 6)},
             "decoder of .* may make 64 characters of one; at most 32",
+        ),
+        (
+            {"decoder": decoders.Replace("b" * 65, "c")},
+            "decoder of .* looks for a text of 65 characters; at most 64",
+        ),
+        (
+            {"decoder": SLOW_DECODER, "model": models.WordLevel({"a": 0, "b" * 19: 1}, unk_token="a")},
+            "rules of its tokenizer's decoder may look at 9139 characters for a token of 19; at most 8192",
+        ),
+        (
+            {"decoder": FROM_PIECES["decoder"], "model": models.WordLevel({"a": 0, "b" * 1639: 1}, unk_token="a")},
+            "rules of its tokenizer's decoder may look at 8195 characters for a token of 1639; at most 8192",
         ),
         (
             {"model": models.WordPiece(VOCABULARY, unk_token="a", max_input_chars_per_word=257)},
@@ -146,6 +176,35 @@ def test_a_part_that_costs_too_much_is_refused_with_the_reason(parts: dict[str, 
 def test_how_much_a_part_makes_of_a_character_and_puts_before_a_text(part: Any, cost: tuple[int, int]) -> None:
     rules = json.loads(part.__getstate__())
     assert (growth_of(rules), added_before(rules)) == cost
+
+
+@pytest.mark.parametrize(
+    ("decoder", "longest"), [(SLOW_DECODER, 17), (FROM_PIECES["decoder"], 1638), (FROM_BYTES["decoder"], 4096)]
+)
+def test_a_decoder_of_few_rules_or_of_short_tokens_is_taken(decoder: Any, longest: int) -> None:
+    model = models.WordLevel({"a": 0, "b" * longest: 1}, unk_token="a")
+    check_tokenizer(tokenizer_of({"decoder": decoder, "model": model}))
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "pre_tokenizer", "growth"),
+    [
+        (normalizers.NFKC(), None, (18, 36)),
+        (normalizers.Sequence([normalizers.NFD(), normalizers.NFC()]), BYTES, (16, 16)),
+        (normalizers.Lowercase(), pre_tokenizers.Digits(), (2, 4)),
+        (normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), (9, 12)),
+        (FROM_PIECES["normalizer"], None, (2, 8)),
+        (normalizers.Prepend("x" * 20), BYTES, (84, 42)),
+        (normalizers.Sequence([normalizers.Prepend(LIGATURE), normalizers.NFKD()]), None, (36, 144)),
+        (normalizers.Sequence([normalizers.Replace("a", LIGATURE), normalizers.NFKD()]), None, (324, 990)),
+        (None, pre_tokenizers.ByteLevel(add_prefix_space=True), (5, 2)),
+    ],
+)
+def test_how_much_the_parts_before_a_model_make_of_a_character(
+    normalizer: Any, pre_tokenizer: Any, growth: tuple[int, int]
+) -> None:
+    states = [json.loads(part.__getstate__()) if part else {} for part in (normalizer, pre_tokenizer)]
+    assert growth_of_text(*states) == growth
 
 
 def test_what_a_post_processor_puts_around_a_text() -> None:
