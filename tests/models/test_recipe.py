@@ -188,6 +188,8 @@ def line_of(text: str, part: str) -> int:
          "unknown key 'state'(; did you mean .*)?[;?] [Kk]nown are "),
         ("rotary:\n", "ssm_state: 3\n          rotary:\n", "ssm_state", "*.attend.attention.ssm_state",
          "the language has no convolution or recurrent state"),
+        ("rotary:\n", "sub_norm: 3\n          rotary:\n", "sub_norm", "*.attend.attention.sub_norm",
+         "the language has no norm between the heads and the output of an attention"),
         ("rotary:\n", "theta: 3\n          rotary:\n", "theta: 3", "*.attend.attention.theta",
          "unknown key 'theta'; known are norm, when, qkv, .* rotary, "),
         ("norm: {kind", "norms: {kind", "norms", "*.attend.norms", "did you mean 'norm'"),

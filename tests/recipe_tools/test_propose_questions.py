@@ -19,7 +19,7 @@ from fastgen.recipe_tools.propose.nodes import Node, leaf
 from fastgen.recipe_tools.propose.propose import Proposal, propose
 from fastgen.recipe_tools.propose.variant import Difference
 from tests.recipe_tools.other_architectures import headers
-from tests.recipe_tools.test_propose import ATTENTION, CONFIG, GATED, NORMS, heron
+from tests.recipe_tools.test_propose import ATTENTION, CONFIG, GATED, NORMS, Shapes, heron
 from tests.recipe_tools.tiny_checkpoints import CHECKPOINTS, make
 
 
@@ -90,7 +90,7 @@ def test_a_variant_that_would_compute_something_else_is_not_taken(monkeypatch: p
 
 @pytest.mark.parametrize("name", ["cohere2", "gemma3"])
 def test_where_layers_differ_in_kind_the_rotation_is_asked(name: str) -> None:
-    question = asked(proposed(name), "rotary.theta")
+    question = asked(proposed(name), "rotary.kind")
     assert "do all kinds of layers (sliding_attention, full_attention) rotate, and alike?" in question
 
 
@@ -163,10 +163,132 @@ def test_what_only_the_extended_recipe_accounts_for_is_asked() -> None:
 # ------------------------------------------------------------------------------------------- order and rotation
 
 
-def test_names_that_say_so_make_parts_sequential_whatever_is_near() -> None:
+PARALLEL = "one after the other (attend, transform), or in parallel (one branch, both)?"
+LLAMA_NORMS: Shapes = {"input_layernorm.weight": (48,), "post_attention_layernorm.weight": (48,)}
+
+
+def test_names_make_parts_sequential_whatever_is_near_but_that_is_asked() -> None:
+    """GPT-NeoX has the same names, and its parts are parallel."""
     proposal = proposed("starcoder2")
     assert [branch.name for branch in proposal.spec.layers[0].branches] == ["attend", "transform"]
-    assert "parallel" not in " ".join(each.text for each in proposal.questions)
+    assert asked(proposal, "transform.norm.weight") == PARALLEL
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_key_of_the_order_is_enough(parallel: bool) -> None:
+    config, shapes = headers("starcoder2")
+    proposal = propose(config | {"use_parallel_residual": parallel}, shapes, recipes())
+    assert len(proposal.spec.layers[0].branches) == (1 if parallel else 2)
+    assert "in parallel" not in proposal.text
+
+
+@pytest.mark.parametrize("name", ["gemma2", "olmo2", "phi", "cohere"])
+def test_a_number_of_norms_that_allows_one_order_only_is_enough(name: str) -> None:
+    """Norms after both parts make them sequential, and one norm for both makes them parallel."""
+    proposal = propose(*headers(name, CHECKPOINTS), recipes())
+    assert "in parallel" not in proposal.text
+
+
+def test_without_norms_the_order_is_asked_at_the_layers() -> None:
+    assert asked(propose(CONFIG, heron(ATTENTION | GATED), recipes()), "layers.at") == PARALLEL
+
+
+@pytest.mark.parametrize(
+    ("names", "places"),
+    [
+        (("ln_1", "ln_2", "ln_3"), ("attend.norm", "transform.norm", "attend.output_norm")),
+        (("input_norm", "ln_2", "ln_3"), ("transform.norm", "attend.output_norm")),
+    ],
+)
+def test_of_three_norms_the_place_is_asked_of_each_that_does_not_say_it(
+    names: tuple[str, ...], places: tuple[str, ...]
+) -> None:
+    proposal = propose(CONFIG, heron(ATTENTION | GATED | {f"{name}.weight": (48,) for name in names}), recipes())
+    place = "is this norm before its part (norm), after it (output_norm), or on the sum (sum_norm)?"
+    found = {each.path for each in proposal.questions if place in each.text}
+    assert found == {f"model.layers.residual.{each}.weight" for each in places}
+
+
+@pytest.mark.parametrize("names", [("attn_out_norm", "ff_out_norm"), ("pre_mixer", "post_mixer", "pre_ff", "post_ff")])
+def test_a_norm_after_its_part_may_be_one_of_the_sum(names: tuple[str, ...]) -> None:
+    proposal = propose(CONFIG, heron(ATTENTION | GATED | {f"{name}.weight": (48,) for name in names}), recipes())
+    question = asked(proposal, "attend.output_norm.weight")
+    assert question == "are the norms after parts on what a part adds (output_norm), or on the sum (sum_norm)?"
+
+
+def test_a_norm_between_heads_and_output_is_asked_and_moves_no_other() -> None:
+    layer = ATTENTION | GATED | LLAMA_NORMS | {"mixer.sub_norm.weight": (48,)}
+    proposal = propose(CONFIG, heron(layer), recipes())
+    assert set(proposal.unclaimed) == {f"trunk.blocks.{index}.mixer.sub_norm.weight" for index in range(2)}
+    question = asked(proposal, "attention.output.weight")
+    assert question == "what does mixer.sub_norm norm? The language has no norm between the heads and the output"
+    attend, transform = proposal.spec.layers[0].branches
+    assert attend.norm is not None
+    assert transform.norm is not None
+    assert attend.norm.weight.names == ("trunk.blocks.0.input_layernorm.weight",)
+    assert transform.norm.weight.names == ("trunk.blocks.0.post_attention_layernorm.weight",)
+
+
+def test_a_norm_inside_the_attention_that_may_be_before_it_is_asked() -> None:
+    layer = ATTENTION | GATED | {"mixer.norm.weight": (48,), "ff.norm.weight": (48,)}
+    proposal = propose(CONFIG, heron(layer), recipes())
+    assert not proposal.unclaimed
+    assert "is it between the heads and the output?" in asked(proposal, "attend.norm.weight")
+    assert "between the heads" not in asked(proposal, "transform.norm.weight")
+
+
+# ------------------------------------------------------------------------------------------- what no tensor shows
+
+
+@pytest.mark.parametrize(
+    ("stated", "other"),
+    [("attn_logit_softcapping", "a soft cap on logits"), ("final_logit_softcapping", "a soft cap on scores")],
+)
+def test_one_soft_cap_says_nothing_of_the_other(stated: str, other: str) -> None:
+    layer = heron(ATTENTION | GATED | NORMS)
+    both = asked(propose(CONFIG, layer, recipes()), "embedding.tokens")
+    assert "a soft cap on scores, or a soft cap on logits" in both
+    one = asked(propose(CONFIG | {stated: 30.0}, layer, recipes()), "embedding.tokens")
+    assert other in one
+    assert one.count("soft cap") == 1
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "down", "asks"),
+    [
+        ("w1", "w2", "c_proj", True),
+        ("w1", "w2", "w3", True),
+        ("fc2", "fc1", "fc3", True),
+        ("linear_1", "linear_2", "linear_3", True),
+        ("wi_0", "wi_1", "wo", True),
+        ("w1", "w3", "w2", False),
+        ("gate_w", "w1", "w2", False),
+        ("lin", "up_proj", "out", False),
+    ],
+)
+def test_gate_and_up_are_asked_unless_names_say_which(gate: str, up: str, down: str, asks: bool) -> None:
+    sizes = {gate: (80, 48), up: (80, 48), down: (48, 80)}
+    layer = ATTENTION | NORMS | {f"ff.{name}.weight": size for name, size in sizes.items()}
+    question = asked(propose(CONFIG, heron(layer), recipes()), "mlp.gate")
+    assert question == ("which is gate and which up? The shapes are the same" if asks else "")
+
+
+def test_the_norms_of_queries_and_keys_may_store_weights_minus_one_like_all_others() -> None:
+    """Without keys that only some of its layers have, Gemma 3 is like the nearest recipe, Gemma 2."""
+    config, shapes = headers("gemma3")
+    proposal = propose(config | {"rope_parameters": None, "rope_theta": 10000.0}, shapes, recipes())
+    offset = "the nearest recipe stores norm weights minus 1; does this model? Else 0"
+    assert [asked(proposal, f"{role}_norm.offset") for role in "qk"] == [offset, offset]
+
+
+def test_it_is_asked_whether_all_layers_rotate() -> None:
+    question = "do all layers rotate, and alike? Else `when`, or `theta` and `scaling` by layer"
+    layer = heron(ATTENTION | GATED | NORMS)
+    assert question in asked(propose(CONFIG, layer, recipes()), "rotary.kind")
+    stated = propose(CONFIG | {"rope_interleaved": False}, layer, recipes())
+    assert asked(stated, "rotary.kind") == question
+    listed = propose(CONFIG | {"no_rope_layers": [1, 0]}, layer, recipes())
+    assert "do all layers" not in asked(listed, "rotary.kind")
 
 
 def test_the_rotated_part_is_never_that_of_the_nearest_recipe() -> None:

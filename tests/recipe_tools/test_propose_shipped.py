@@ -63,6 +63,8 @@ ANSWERS: Final[dict[tuple[str, str], dict[str, Any]]] = {
         "model.embedding.scale": 1,
         "model.final_norm.offset": 0,
         "model.layers.residual.attend.output_norm.offset": 0,
+        f"{ATTEND}.q_norm.offset": 0,
+        f"{ATTEND}.k_norm.offset": 0,
         "model.layers.residual.transform.output_norm.offset": 0,
     },
     ("bloom", "published"): BLOOM,

@@ -20,6 +20,7 @@ _LACKING: Final = (
     ("output_gate|attention_gate|attn_gate", "gate on the output of an attention"),
     ("(?<![qvo]_)lora|adapters?", "adapters: merge them into the weights"),  # `q_lora_rank` is of latent attention
     ("bidirectional|mask(?!_)|prefix_lm", "attention other than causal"),  # `mask_token_id` is of the tokenizer
+    ("sub_(norm|ln|layernorm|layer_norm)|subln", "norm between the heads and the output of an attention"),
     ("relative|t5_bias", "learned bias on scores"),
 )
 

@@ -32,13 +32,15 @@ class AttentionNodes(Sources):
             node["q_norm"]["weight"] = leaf(norms.q.name, ask)
         node |= self.places(self.structure.head_dim)
         node |= self.scores()
-        node["output"] = self.linear(match, "output")
+        node["output"] = self.output(match)
         return {"attention": node}
 
-    def linear(self, match: Match, role: str) -> Node:
-        module = match.roles[role]
+    def output(self, match: Match) -> Node:
+        module = match.roles["output"]
         layout: Node = {"layout": leaf("in out")} if match.transposed else {}
-        return {"weight": leaf(module.name), **layout, "bias": leaf(module.has_bias)}
+        inside = ", ".join(norm.name for norm in self.structure.norms.inside)
+        ask = f"what does {inside} norm? The language has no norm between the heads and the output" if inside else None
+        return {"weight": leaf(module.name, ask), **layout, "bias": leaf(module.has_bias)}
 
     def qkv(self, match: Match) -> Node:
         ask = f"which is which? The shapes fit any order of {', '.join(match.rivals)}" if match.rivals else None
@@ -106,7 +108,7 @@ class AttentionNodes(Sources):
             others = sorted(set(map(str, self.keys.values[kinds])) - {"sliding_attention", "full_attention"})
             other = f"layers of the kind {', '.join(others)} are taken to see all tokens; do they?" if others else None
             return leaf(f"{key.name} if {kinds}[layer] == 'sliding_attention' else none", unsure, other)
-        return leaf(key.name, unsure, "in every layer? Else by `layer`; do all layers then rotate, and alike?")
+        return leaf(key.name, unsure, "in every layer? Else by `layer`")
 
     def layer_kinds(self) -> str | None:
         """Returns the key that lists the kinds of the layers."""
@@ -140,9 +142,11 @@ class AttentionNodes(Sources):
     def rotary(self, width: int, theta: Leaf | None) -> Node:
         latent = self.structure.attention.kind == "latent"
         base = theta or leaf(10000, "no key states the base: 10000? Or `alibi` and no rotary?")
+        pairs, layers = self.rotated_pairs(latent=latent), self.found("no rotation", "{}[layer] == 1")
+        alike = self.by_layer() if layers is None or self.layer_kinds() else None
         node: Node = {
-            "kind": self.rotated_pairs(latent=latent),
-            "theta": leaf(base.value, base.question, self.by_kind()),
+            "kind": leaf(pairs.value, pairs.question, alike),
+            "theta": base,
         }
         if not latent:
             node |= self.rotated_part(width)
@@ -150,7 +154,7 @@ class AttentionNodes(Sources):
         if mappings:
             several = f"{', '.join(mappings)}: which holds in which layers?" if len(mappings) > 1 else None
             node["scaling"] = leaf(mappings[0], several)
-        if layers := self.found("no rotation", "{}[layer] == 1"):
+        if layers is not None:
             node["when"] = layers
         return node
 
@@ -175,13 +179,12 @@ class AttentionNodes(Sources):
             return {"dim": leaf(dim.name, self.uncertainty(dim, MEANINGS["rotated features"].what))}
         return {"fraction": leaf(1, f"no key states it: are all {width} features of a head rotated, or some?")}
 
-    def by_kind(self) -> str | None:
-        """Returns the question whether layers of different kinds rotate differently."""
+    def by_layer(self) -> str:
+        """Returns the question whether some layers rotate differently or not at all."""
         kinds = self.layer_kinds()
-        if kinds is None:
-            return None
-        listed = ", ".join(dict.fromkeys(map(str, self.keys.values[kinds])))
-        return f"do all kinds of layers ({listed}) rotate, and alike? Else `when`, or `theta` and `scaling` by layer"
+        listed = ", ".join(dict.fromkeys(map(str, self.keys.values[kinds]))) if kinds is not None else ""
+        every = f"do all kinds of layers ({listed})" if listed else "do all layers"
+        return f"{every} rotate, and alike? Else `when`, or `theta` and `scaling` by layer"
 
     def rope_mappings(self) -> list[str]:
         """Returns the keys of mappings that stretch the frequencies."""
@@ -225,7 +228,7 @@ class AttentionNodes(Sources):
         }
         node["bias"] = leaf(biased or match.roles["kv_down"].has_bias)
         node["rotary"] = self.rotary(self.latent_sizes()[1], self.named("theta", "the base"))
-        node["output"] = self.linear(match, "output")
+        node["output"] = self.output(match)
         return node
 
     def latent_norm(self, module: Module | None) -> Node:

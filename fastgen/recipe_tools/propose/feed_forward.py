@@ -7,6 +7,7 @@ from fastgen.recipe_tools.propose.keys import MEANINGS, Key
 from fastgen.recipe_tools.propose.matching import Match
 from fastgen.recipe_tools.propose.nodes import Leaf, Node, leaf
 from fastgen.recipe_tools.propose.sources import Sources
+from fastgen.recipe_tools.propose.words import say_which_is_gate
 
 
 class FeedForwardNodes(Sources):
@@ -44,7 +45,8 @@ class FeedForwardNodes(Sources):
             "size": self.size(size, *(sizes or ("intermediate_size",))),
             "activation": self.activation(kind),
         }
-        ask = f"which is {' and which '.join(match.rivals)}? The shapes are the same" if match.rivals else None
+        rivals = self.rivals(match)
+        ask = f"which is {' and which '.join(rivals)}? The shapes are the same"
         if match.kind == "fused":
             node["fused"] = leaf(match.roles["gate_up"].name)
             node["layout"] = leaf(
@@ -54,12 +56,20 @@ class FeedForwardNodes(Sources):
         else:
             for role in ("gate", "up"):
                 if role in match.roles:
-                    node[role] = leaf(match.roles[role].name, ask if role in match.rivals else None)
+                    node[role] = leaf(match.roles[role].name, ask if role in rivals else None)
             if match.transposed:
                 node["layout"] = leaf("in out")
         node["down"] = leaf(match.roles["down"].name)
         node["bias"] = leaf(all(module.has_bias for module in modules))
         return node
+
+    @staticmethod
+    def rivals(match: Match) -> tuple[str, ...]:
+        """Returns the roles of modules that could be swapped; gate and up can, unless names say which is the gate."""
+        if match.rivals or match.kind != "gated":
+            return match.rivals
+        names = [match.roles[role].name for role in ("gate", "up", "down")]
+        return () if say_which_is_gate(*names) else ("gate", "up")
 
     def activation(self, kind: str) -> Leaf:
         named = self.named("activation", "the activation")

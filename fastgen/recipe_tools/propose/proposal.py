@@ -16,6 +16,9 @@ from fastgen.recipe_tools.propose.structure import Structure
 from fastgen.recipe_tools.propose.words import is_after, is_before
 
 _PLACE = "is this norm before its part (norm), after it (output_norm), or on the sum (sum_norm)?"
+_AFTER = "are the norms after parts on what a part adds (output_norm), or on the sum (sum_norm)?"
+_INSIDE = "is it between the heads and the output? The language has no norm there"
+_ORDER = "one after the other (attend, transform), or in parallel (one branch, both)?"
 _OFFSET = "is 1 added to the weights of the norms (offset: 1, in all)?"
 
 
@@ -27,7 +30,12 @@ class Proposer(AttentionNodes, FeedForwardNodes):
         self.num_layers, self.layers_at = num_layers, layers_at
 
     def tree(self) -> Node:
-        layers: Node = {"at": leaf(self.layers_at), "residual": self.residual()}
+        parallel, order = self.is_parallel()
+        at_norm = self.structure.norms.transform is not None
+        layers: Node = {
+            "at": leaf(self.layers_at, None if at_norm else order),
+            "residual": self.residual(parallel, order if at_norm else None),
+        }
         final_norm, head = self.final_norm(), self.head()
         model: Node = {
             "embedding": self.embedding(),
@@ -120,7 +128,11 @@ class Proposer(AttentionNodes, FeedForwardNodes):
             "logits": self.keys.states("logit scale", "logit divisor"),
             "the weights of experts": self.structure.mixture is None or self.keys.states("router scale"),
         }
-        limits = {"a soft cap": self.keys.states("score cap", "logit cap"), "a window": self.keys.states("window")}
+        limits = {
+            "a soft cap on scores": self.keys.states("score cap"),
+            "a soft cap on logits": self.keys.states("logit cap"),
+            "a window": self.keys.states("window"),
+        }
         factored = ", ".join(what for what, stated in factors.items() if not stated)
         open_ = [f"a factor on {factored}"] if factored else []
         open_ += [what for what, stated in limits.items() if not stated]
@@ -173,9 +185,9 @@ class Proposer(AttentionNodes, FeedForwardNodes):
 
     # ------------------------------------------------------------------------------------------------------- layers
 
-    def residual(self) -> Node:
+    def residual(self, parallel: bool, order: str | None) -> Node:
+        """Returns the branches; ``order`` is the question whether they are ``parallel``."""
         norms = self.structure.norms
-        parallel, question = self.is_parallel()
         attention = self.attention()
         forwards = self.forwards()
         scale = self.found("residual scale")
@@ -183,7 +195,8 @@ class Proposer(AttentionNodes, FeedForwardNodes):
         offset = _OFFSET if self.structure.final_norm is None else None
         place = joined(self.ask_before(norms.attend), offset)
         attend_norm = self.norm(norms.attend, "norm of the attention", place=place)
-        place = joined(None if norms.attend else self.ask_before(norms.transform), question)
+        alone = norms.attend is None or len(norms.stream) > 2  # else the question at the first norm is enough
+        place = joined(self.ask_before(norms.transform) if alone else None, order)
         transform_norm = self.norm(norms.transform, "norm of the feed-forward", place=place)
         if parallel:
             if transform_norm is None:
@@ -191,10 +204,10 @@ class Proposer(AttentionNodes, FeedForwardNodes):
             inner = {kind: self.optional("norm", transform_norm) | part for kind, part in forwards.items()}
             ((kind, part),) = attention.items()
             return {"both": {kind: self.optional("norm", attend_norm) | part} | inner | scaled}
-        attended = self.norm(norms.after_attend, "norm after the attention", place=self.ask_after(norms.after_attend))
-        transformed = self.norm(
-            norms.after_transform, "norm after the feed-forward", place=self.ask_after(norms.after_transform)
-        )
+        place = self.ask_after(norms.after_attend, _AFTER)
+        attended = self.norm(norms.after_attend, "norm after the attention", place=place)
+        place = self.ask_after(norms.after_transform, None if norms.after_attend else _AFTER)
+        transformed = self.norm(norms.after_transform, "norm after the feed-forward", place=place)
         return {
             "attend": {
                 **self.optional("norm", attend_norm),
@@ -210,31 +223,35 @@ class Proposer(AttentionNodes, FeedForwardNodes):
             },
         }
 
-    @staticmethod
-    def ask_after(norm: Module | None) -> str | None:
-        return _PLACE if norm is not None and not is_after(norm.name) else None
+    def ask_after(self, norm: Module | None, said: str | None) -> str | None:
+        """Returns the question about a norm that is taken to be after its part; ``said`` if the name says so."""
+        return None if norm is None else joined(said if is_after(norm.name) else _PLACE, self.ask_inside(norm))
 
     def ask_before(self, norm: Module | None) -> str | None:
-        """Returns the question about a norm that is taken to be before its part, unless a name says where it is."""
-        said = any(is_before(each.name) for each in self.structure.norms.stream)
-        return _PLACE if norm is not None and not said else None
+        """Returns the question about a norm that is taken to be before its part, unless its name says so."""
+        return None if norm is None else joined(None if is_before(norm.name) else _PLACE, self.ask_inside(norm))
+
+    def ask_inside(self, norm: Module) -> str | None:
+        return _INSIDE if self.structure.is_in_attention(norm) else None
 
     def is_parallel(self) -> tuple[bool, str | None]:
-        """Returns whether attention and feed-forward read the same stream, and a question if nothing shows it."""
+        """Returns whether attention and feed-forward read the same stream, and a question if neither a key nor the
+        number of norms says it.
+
+        Names are only a default: `post_attention_layernorm` is also that of the parallel layers of GPT-NeoX.
+        """
         norms = self.structure.norms
-        if not norms.stream:
-            return False, None
-        flag = self.keys.find("parallel")
         if len(norms.stream) == 1:
             return True, None
-        if norms.after_attend or norms.after_transform:
-            return False, None
-        if flag is not None:
+        after = [norm for norm in (norms.after_attend, norms.after_transform) if norm is not None]
+        flag = self.keys.find("parallel")
+        if flag is not None and not after:
             parallel = bool(self.keys.values[flag.name])
             self.requires.append(flag.name if parallel else f"not {flag.name}")
             return parallel, self.uncertainty(flag, "whether the parts of a layer run in parallel")
-        ask = "one after the other (attend, transform), or in parallel (one branch, both)?"
-        if any(is_after(module.name) for module in norms.stream):  # `post_attention` says that attention was before
+        if flag is not None or len(after) == 2:  # parallel parts have no norms after each of them
             return False, None
+        if after or any(is_after(module.name) for module in norms.stream):
+            return False, _ORDER
         near = self.very_near.layers[0].branches if self.very_near is not None else ()
-        return len(near) == 1 and len(near[0].parts) == 2, ask
+        return len(near) == 1 and len(near[0].parts) == 2, _ORDER

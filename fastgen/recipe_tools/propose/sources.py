@@ -86,7 +86,7 @@ class Sources:
             "eps": self.eps(kind),
             "offset": implied(0),
         }
-        if self.near_offset() and "latent" not in where and "head" not in where:
+        if self.near_offset():
             node["offset"] = leaf(1, "the nearest recipe stores norm weights minus 1; does this model? Else 0")
         return node
 

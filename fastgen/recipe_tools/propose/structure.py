@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ class Norms:
     after_transform: Module | None = None
     q: Module | None = None
     k: Module | None = None
+    inside: tuple[Module, ...] = ()  # inside the attention, and of neither the stream nor queries nor keys
 
     @property
     def stream(self) -> list[Module]:
@@ -79,6 +81,18 @@ class Structure:
     @property
     def width(self) -> int:
         return self.tokens.weight[1]
+
+    def is_in_attention(self, module: Module) -> bool:
+        """Returns whether ``module`` is inside the module that has the attention's matrices and nothing else's."""
+        paths = [each.name.split(".")[:-1] for each in self.attention.roles.values()]
+        at = ".".join(each[0] for each in itertools.takewhile(_are_equal, zip(*paths, strict=False))) + "."
+        parts = (self.forward, self.mixture.forward if self.mixture else None)
+        others = [each.name for part in parts if part is not None for each in part.roles.values()]
+        return at != "." and module.name.startswith(at) and not any(other.startswith(at) for other in others)
+
+
+def _are_equal(parts: Sequence[str]) -> bool:
+    return len(set(parts)) == 1
 
 
 def read_structure(evidence: Evidence, keys: Keys) -> Structure:
@@ -246,11 +260,13 @@ def _norms(structure: Structure, modules: list[Module]) -> None:
         if found is not None and structure.attention.kind != "latent":
             setattr(norms, role, found)
             free.remove(found)
-    stream = sorted(
-        (each for each in free if each.weight == (structure.hidden,)),
-        key=lambda each: (comes_second(each.name), each.name),
-    )
-    _place(norms, stream)
+    inside = [each for each in free if len(each.weight) == 1 and structure.is_in_attention(each)]
+    stream = [each for each in free if each.weight == (structure.hidden,)]
+    outside = [each for each in stream if each not in inside]
+    if len(outside) >= 2:  # enough for both parts
+        stream = outside
+    norms.inside = tuple(each for each in inside if each not in stream)
+    _place(norms, sorted(stream, key=lambda each: (comes_second(each.name), each.name)))
 
 
 def _place(norms: Norms, stream: list[Module]) -> None:

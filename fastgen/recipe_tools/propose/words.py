@@ -32,6 +32,7 @@ _FEED_FORWARD: Final = frozenset(
     ("mlp", "ffn", "ff", "feed", "forward", "feedforward", "ffw", "moe", "experts", "expert", "shared", "transform")
 )
 _NORM: Final = frozenset(("norm", "ln", "layernorm", "rms", "rmsnorm", "scale"))
+_GATE: Final = frozenset(("gate", "gates", "gated", "gating"))
 
 _FIRST: Final = frozenset(("input", "pre", "attn", "attention", "self", "before", "1", "in", "ante", "mixer", "mha"))
 _SECOND: Final = frozenset(("post", "2", "ffn", "mlp", "feed", "forward", "feedforward", "ff", "final", "after", "ffw"))
@@ -83,6 +84,17 @@ def comes_second(module: str) -> float:
     first = sum(word in _FIRST for word in found)
     second = sum(word in _SECOND for word in found)
     return second - first
+
+
+def say_which_is_gate(gate: str, up: str, down: str) -> bool:
+    """Returns whether names say which of two equal matrices is the gate: a word that only one of them has, or exactly
+    w1, w3 and w2. Numbers alone say nothing: the gate is w1 in Llama's own files, and w2 in Qwen's first model.
+    """
+    if _GATE & set(words(gate)) and not _GATE & set(words(up)):
+        return True
+    if "up" in words(up) and "up" not in words(gate):
+        return True
+    return [name.rpartition(".")[2] for name in (gate, up, down)] == ["w1", "w3", "w2"]
 
 
 def is_before(module: str) -> bool:
