@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import fastgen
-from fastgen.errors import RecipeError, UnknownArchitectureError
+from fastgen.errors import CheckpointError, RecipeError, UnknownArchitectureError
 from fastgen.models.checkpoint.builtins import BUILTINS
 from fastgen.models.checkpoint.checkpoint import Checkpoint
 from fastgen.models.registry.nearest import fold, nearest_recipes
@@ -58,6 +59,47 @@ def test_an_unknown_architecture_that_no_recipe_can_describe_says_so(tmp_path: P
         find_recipe(config, checkpoint_dir=tmp_path)
     assert "backbone.layers.{layer}.mixer.conv1d.weight [128, 1, 4]. That is a convolution" in str(error.value)
     assert "fastgen recipe new" not in str(error.value)
+
+
+def test_no_name_is_suggested_for_tensors_that_no_recipe_can_describe(tmp_path: Path) -> None:
+    config, shapes = headers("mamba2")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(UnknownArchitectureError, match="did you mean 'LlamaForCausalLM'"):
+        find_recipe(config | {"architectures": ["LlamasForCausalLM"]})
+    with pytest.raises(UnknownArchitectureError, match=r"no recipe is for LlamasForCausalLM\. Of the tensors in its"):
+        find_recipe(config | {"architectures": ["LlamasForCausalLM"]}, checkpoint_dir=tmp_path)
+
+
+QUANTIZED = (
+    "It is quantized ({}), but fastgen reads plain weights. Take the checkpoint with unquantized weights; quantize="
+)
+
+
+@pytest.mark.parametrize(
+    ("keys", "last", "how"),
+    [
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "weight", "awq"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "qweight", "gptq"),
+        ({}, "qweight", "layers.0.q.qweight"),
+        ({}, "scales", "layers.0.q.scales"),
+    ],
+)
+def test_quantized_weights_of_an_unknown_architecture_are_named(
+    keys: dict[str, Any], last: str, how: str, tmp_path: Path
+) -> None:
+    """Otherwise a command would be recommended that fails, or writes a recipe for weights that cannot be read."""
+    config = {"architectures": ["HeronForCausalLM"], "hidden_size": 8} | keys
+    tensors = {"embed.weight": torch.zeros(9, 8), f"layers.0.q.{last}": torch.zeros(8, 8)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UnknownArchitectureError) as unknown:
+        find_recipe(config, checkpoint_dir=tmp_path)
+    assert QUANTIZED.format(how) in str(unknown.value)
+    assert "fastgen recipe new" not in str(unknown.value)
+    with pytest.raises(CheckpointError) as refused:
+        propose(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, [])
+    assert f"no recipe can be proposed for this checkpoint. {QUANTIZED.format(how)}" in str(refused.value)
 
 
 def test_an_unknown_architecture_names_the_nearest_and_the_command(tmp_path: Path) -> None:

@@ -147,6 +147,8 @@ def test_the_error_about_an_unknown_architecture_suggests_names_and_the_list() -
         ("LlamaForCausalM", "'LlamaForCausalLM'"),
         ("MistrallForCausalLM", "'MistralForCausalLM' or 'MixtralForCausalLM'"),
         ("UnheardForCausalLM", None),
+        ("MambaForCausalLM", None),
+        ("FalconMambaForCausalLM", None),
         ("ForCausalLM", None),
         ("XForCausalLM", None),
     ],

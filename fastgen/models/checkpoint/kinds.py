@@ -6,7 +6,7 @@ row that fits counts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -107,6 +107,13 @@ _HEADLESS: Final = _OtherModel(
     "fastgen generates text; take a model whose architecture ends in ForCausalLM",
 )
 
+# Globs of tensors that only quantized weights have.
+_QUANTIZED: Final = (
+    *("*.qweight", "*.qzeros", "*.g_idx", "*.scales"),  # GPTQ, AWQ
+    *("*.SCB", "*.absmax", "*.quant_map", "*.quant_state.*"),  # bitsandbytes
+    *("*.weight_scale", "*.weight_scale_inv", "*.weight_packed", "*_scales", "*_blocks"),  # fp8, int4, mxfp4
+)
+
 
 def other_format(names: Collection[str], directory: Path | None = None) -> str | None:
     """Returns what a directory with files of these ``names`` is, and what to do instead; ``None`` if nothing shows it.
@@ -154,6 +161,21 @@ def other_model(config: Mapping[str, Any]) -> str | None:
     if headless and len(headless) == len(architectures) and not has_own_head:
         return f"it is {_HEADLESS.what}. {_HEADLESS.instead}"
     return None
+
+
+def quantized(config: Mapping[str, Any], tensors: Iterable[str]) -> str:
+    """Returns sentences about quantized weights, which ``config.json`` or the names of ``tensors`` show, and what to
+    take instead; the text is empty if nothing shows them.
+    """
+    stated = config.get("quantization_config")
+    if isinstance(stated, Mapping):
+        method = str(stated.get("quant_method", "quantization_config"))
+    else:
+        method = next((name for name in tensors for glob in _QUANTIZED if fnmatchcase(name, glob)), "")
+    return method and (
+        f"It is quantized ({method}), but fastgen reads plain weights. Take the checkpoint with unquantized weights; "
+        "quantize= quantizes it while it is loaded"
+    )
 
 
 def _base_model(directory: Path) -> str:

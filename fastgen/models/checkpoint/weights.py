@@ -17,16 +17,12 @@ from torch import Tensor
 from fastgen.compile.weights.rows import Rows, limit_of
 from fastgen.errors import CheckpointError, RecipeError
 from fastgen.models.checkpoint.checkpoint import FLOAT_DTYPES, Checkpoint, listing
+from fastgen.models.checkpoint.kinds import quantized
 from fastgen.models.checkpoint.pieces import StoredPiece, stored_piece
 from fastgen.models.checkpoint.tensor_files import Read
 from fastgen.models.spec import Layout, TensorSpec
 
 _COMPARED_ELEMENTS = 1 << 20
-_QUANTIZED = (
-    *("*.qweight", "*.qzeros", "*.g_idx"),  # GPTQ, AWQ
-    *("*.SCB", "*.absmax", "*.quant_map", "*.quant_state.*"),  # bitsandbytes
-    *("*.weight_scale", "*.weight_scale_inv", "*.weight_packed", "*_scales", "*_blocks"),  # fp8, int4, mxfp4
-)
 
 
 @dataclass(frozen=True)
@@ -249,7 +245,7 @@ def _claimed_twice(name: str, first: TensorSpec, second: TensorSpec) -> RecipeEr
 def _misfit(
     checkpoint: Checkpoint, problems: dict[str, list[str]], slots: Sequence[WeightSlot], *, nothing_fits: bool
 ) -> str:
-    quantization = _quantization(checkpoint)
+    quantization = quantized(checkpoint.config, checkpoint.tensors)
     if nothing_fits and not quantization:
         architectures = checkpoint.config.get("architectures")
         return (
@@ -259,18 +255,8 @@ def _misfit(
         )
     title = f"{checkpoint.directory}: the checkpoint does not fit the model"
     if quantization:
-        title += (
-            f". It is quantized ({quantization}), but fastgen reads plain weights. Take the checkpoint with unquantized"
-            " weights; quantize= quantizes it while it is loaded"
-        )
+        title += f". {quantization}"
     return "\n".join(
         [title]
         + [f"- {len(names)} {what}:\n    " + listing(names, "\n    ") for what, names in problems.items() if names]
     )
-
-
-def _quantization(checkpoint: Checkpoint) -> str | None:
-    config = checkpoint.config.get("quantization_config")
-    if isinstance(config, dict):
-        return str(config.get("quant_method", "quantization_config"))
-    return next((name for name in checkpoint.tensors for glob in _QUANTIZED if fnmatchcase(name, glob)), None)

@@ -7,16 +7,21 @@ import reprlib
 from collections.abc import Iterable
 
 _MOST_CHARACTERS = 80
+_NAME, _STEM = 0.6, 0.75  # smallest likeness of names, and of names without an ending that they share
 
 
 def close_to(name: object, known: Iterable[str], *, ending: str = "") -> str:
     """Returns ``"; did you mean 'x'?"`` if some of ``known`` are spelled nearly like ``name``, else nothing.
 
-    An ``ending`` that most of them share is left out of the comparison, since it would make all of them similar.
+    An ``ending`` that most of them share is left out of the comparison, since it would make all of them similar. What
+    is left is short, so it must be nearer: Mamba is not Llama.
     """
     text = str(name)
     whole = {each.removesuffix(ending): each for each in sorted(map(str, known))}
-    near = [whole[stem] for stem in difflib.get_close_matches(text.removesuffix(ending), whole, n=3)]
+    near = [
+        whole[stem]
+        for stem in difflib.get_close_matches(text.removesuffix(ending), whole, n=3, cutoff=_STEM if ending else _NAME)
+    ]
     if not text.endswith(ending):  # it may be the ending that is mistyped
         near = near or difflib.get_close_matches(text, whole.values(), n=1)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

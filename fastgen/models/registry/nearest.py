@@ -23,6 +23,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from fastgen.errors import FastgenError
+from fastgen.models.checkpoint.kinds import quantized
 from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.resolve.config_keys import HARMLESS, INERT
 from fastgen.models.resolve.resolve import mentioned_paths, resolve, unread_keys
@@ -105,12 +106,15 @@ def fold(name: str) -> str:
     return name
 
 
-def beyond_language(shapes: Mapping[str, Shape]) -> str:
-    """Returns sentences about convolutions and fused experts in layers; the text is empty if there are none.
+def other_tensors(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str:
+    """Returns sentences about what no recipe describes in a checkpoint: quantized weights, or convolutions and fused
+    experts in layers. The text is empty if there are none.
 
-    They are the tensors with more than two axes, except masks, which begin with an axis of one. A matrix may have three
-    axes too, and a layout may describe it, but few checkpoints store one so.
+    The last two are the tensors with more than two axes, except masks, which begin with an axis of one. A matrix may
+    have three axes too, and a layout may describe it, but few checkpoints store one so.
     """
+    if quantization := quantized(config, shapes):
+        return quantization
     deep = {(fold(name), shape): None for name, shape in shapes.items() if len(shape) > 2 and shape[0] != 1}
     listed = [f"{name} {list(shape)}" for name, shape in deep if _LAYER in name]
     if not listed:
@@ -139,20 +143,24 @@ def nearest_recipes(
     return sorted(measured, key=order)
 
 
-def hint(config: Mapping[str, Any], directory: Path | None, recipes: Iterable[Recipe]) -> str:
+def shapes_in(directory: Path | None) -> dict[str, Shape]:
+    """Returns the shapes of the tensors in a checkpoint; nothing if there are none to read."""
+    try:
+        return _shapes(directory) if directory is not None else {}
+    except (FastgenError, OSError):  # a broken checkpoint is reported when it is loaded
+        return {}
+
+
+def hint(
+    config: Mapping[str, Any], directory: Path | None, shapes: Mapping[str, Shape], recipes: Iterable[Recipe]
+) -> str:
     """Returns sentences for the error about an unknown architecture: the nearest recipe, and how to make a new one.
 
-    If the language cannot describe the checkpoint, they say why. The text is empty if there are no tensors to read.
+    The text is empty if there are no tensors.
     """
-    if directory is None:
+    if directory is None or not shapes:
         return ""
-    try:
-        shapes = _shapes(directory)
-        if beyond := beyond_language(shapes):
-            return f"{beyond}."
-        best = next(iter(nearest_recipes(config, shapes, recipes)), None)
-    except (FastgenError, OSError):  # a broken checkpoint is reported when it is loaded
-        return ""
+    best = next(iter(nearest_recipes(config, shapes, recipes)), None)
     advice = f"`fastgen recipe new {shlex.quote(str(directory))}` proposes a recipe for it."
     if best is None or best.explained < _HINT_AT * best.num_tensors:
         return advice

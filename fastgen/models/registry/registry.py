@@ -23,7 +23,7 @@ from fastgen.models.checkpoint.kinds import other_model
 from fastgen.models.recipe.recipe import Recipe, load_recipe
 from fastgen.models.recipe.search_path import ENVIRONMENT_VARIABLE, SearchPlace, find_file_by_name, search_path
 from fastgen.models.recipe.spelling import close_to, one_of, quoted, shown
-from fastgen.models.registry.nearest import hint, tensors_of_another
+from fastgen.models.registry.nearest import hint, other_tensors, shapes_in, tensors_of_another
 
 CHECKPOINT_FILE: Final = "fastgen.yaml"
 
@@ -81,8 +81,11 @@ def find_recipe(
     claimed = f"no recipe is for {' or '.join(map(quoted, architectures))}"
     if (found := other_model(config)) is not None:
         raise UnknownArchitectureError(f"{claimed}: {found}")
+    shapes = shapes_in(checkpoint_dir)
+    if other := other_tensors(config, shapes):
+        raise UnknownArchitectureError(f"{claimed}. {other}. `fastgen recipe list` lists all known recipes")
     near = close_to(architectures[0], {name for each in known for name in each.architectures}, ending="ForCausalLM")
-    advice = hint(config, checkpoint_dir, known) or (
+    advice = hint(config, checkpoint_dir, shapes, known) or (
         f"Write one (docs/recipes.md) and pass it with recipe=, or put it into a directory of {ENVIRONMENT_VARIABLE}."
     )
     raise UnknownArchitectureError(f"{claimed}{near or '.'} {advice} `fastgen recipe list` lists all known recipes")

@@ -18,7 +18,7 @@ from fastgen.models.checkpoint.kinds import other_model
 from fastgen.models.fingerprint import Fingerprint, fingerprint
 from fastgen.models.recipe.lacking import lacks
 from fastgen.models.recipe.recipe import Recipe, load_recipe
-from fastgen.models.registry.nearest import Nearness, Shape, fold, nearest_recipes
+from fastgen.models.registry.nearest import Nearness, Shape, fold, nearest_recipes, other_tensors
 from fastgen.models.resolve.config_keys import HARMLESS, check_config_keys
 from fastgen.models.resolve.resolve import mentioned_paths, resolve, stated_architectures, unread_keys
 from fastgen.models.spec import ModelSpec
@@ -80,10 +80,12 @@ def propose(config: Mapping[str, Any], shapes: Mapping[str, Shape], recipes: Seq
 
     The recipe resolves if the keys in ``unread`` are allowed. A person has to decide about these keys, so the model
     cannot be loaded before that. Tensors without a place are ``unclaimed`` and listed in the text. Raises
-    :class:`CheckpointError` if the configuration or the tensors do not look like a decoder of text.
+    :class:`CheckpointError` if the configuration or the tensors do not look like a decoder of text with plain weights.
     """
     if (found := other_model(config)) is not None:
         raise CheckpointError(f"no recipe can be proposed for this checkpoint: {found}")
+    if other := other_tensors(config, shapes):
+        raise CheckpointError(f"no recipe can be proposed for this checkpoint. {other}")
     evidence = gather(config, shapes)
     keys = Keys(evidence)
     structure = read_structure(evidence, keys)

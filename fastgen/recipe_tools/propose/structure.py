@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fastgen.errors import CheckpointError
-from fastgen.models.registry.nearest import LISTED, beyond_language
+from fastgen.models.registry.nearest import LISTED
 from fastgen.recipe_tools.propose.evidence import Evidence, Experts, Module
 from fastgen.recipe_tools.propose.keys import Keys
 from fastgen.recipe_tools.propose.matching import Match, match_experts, match_layer
@@ -98,15 +98,12 @@ def _are_equal(parts: Sequence[str]) -> bool:
 def read_structure(evidence: Evidence, keys: Keys) -> Structure:
     """Finds the roles of all modules.
 
-    Raises :class:`CheckpointError` if there are no layers, no embedding or no attention, or if layers have convolutions
-    or fused experts.
+    Raises :class:`CheckpointError` if there are no layers, no embedding or no attention.
     """
     if not evidence.shapes:
         raise CheckpointError("the checkpoint contains no tensors")
     if not evidence.layers_at:
         raise CheckpointError("no tensors are numbered by layer (as in `layers.0.…`), so there is nothing to propose")
-    if beyond := beyond_language(evidence.shapes):
-        raise CheckpointError(f"no recipe can be proposed for this checkpoint. {beyond}")
     hidden = _hidden(evidence, keys)
     tokens = _tokens(evidence, keys, hidden)
     mixture, others = _mixture(evidence, hidden)
