@@ -19,6 +19,7 @@ from functools import wraps
 from typing import Any, ForwardRef, ParamSpec, TypeVar, get_args, get_origin
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.other_servers import argument_hint
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -234,6 +235,8 @@ def show_arguments(function: Callable[..., Any], *kinds: type) -> None:
 def _nearest(known: Mapping[str, object], given: Mapping[str, object]) -> str:
     """Returns a hint for the first name in ``given`` that is not ``known``."""
     unknown = next((name for name in given if name not in known), None)
+    if unknown is not None and (advice := argument_hint(unknown, known)):
+        return f". {advice}"
     near = difflib.get_close_matches(unknown, known, n=1) if unknown is not None else []
     return f"; did you mean {near[0]!r}?" if near else ""
 

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from fastgen.cli.other_servers import hint
+from fastgen.other_servers import hint
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _SENTENCE: Final = re.compile(r".+?\.(?=\s|$)", re.DOTALL)

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from fastgen.cli import app, options
-from fastgen.cli.other_servers import HINTS, hint, named_flags
+from fastgen.other_servers import HINTS, hint, named_flags
 
 
 def commands() -> dict[str, Any]:
@@ -54,7 +54,7 @@ def test_defaults_are_those_of_the_arguments(run) -> None:
 @pytest.mark.parametrize(
     ("flag", "instead"),
     [
-        ("--gpu-memory-utilization=0.9", "--kv-cache-memory 4GiB"),
+        ("--gpu-memory-utilization=0.9", "--kv-cache-memory sets"),
         ("--tensor-parallel-size", "Use --tensor-parallel."),
         ("-tp", "Use --tensor-parallel."),
         ("--api-key", "--api-key-file FILE"),
@@ -64,6 +64,7 @@ def test_defaults_are_those_of_the_arguments(run) -> None:
         ("--rope-scaling", "config.json is taken as it is"),
         ("-fa", "no other flag is needed"),
         ("--n-predict", "`max_tokens`"),
+        ("--task", "no flag is needed"),
     ],
 )
 def test_a_flag_of_another_server_is_answered_with_what_stands_for_it(run, flag: str, instead: str) -> None:
@@ -97,6 +98,8 @@ def test_hints_name_flags_that_there_are() -> None:
         assert advice.endswith(".")
     assert "--tensor-parallel." in str(hint("--tensor-parallel-size", own))
     assert "--replicas." in str(hint("--data-parallel-size", own))
+    for flag in ("--generation-config", "--task", "--max-best-of", "--max-logprobs"):
+        assert hint(flag, own), flag
     assert hint("--served-model-name", {"--device"}) is None, "a command without --name"
     assert hint("--device", own) is None
 

@@ -52,6 +52,22 @@ def test_load_refuses_an_unknown_argument_and_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("gpu_memory_utilization", "`kv_cache_memory` sets the memory of the KV cache, such as 4GiB;"),
+        ("trust_remote_code", "fastgen runs no code of a checkpoint; `recipe` names a description of the model."),
+        ("max_tokens", "Each request says how long its answer may be:"),
+        ("tensor_parallel_size", "Use `tensor_parallel`."),
+        ("task", "Every model here generates text"),
+    ],
+)
+def test_an_argument_of_another_engine_is_answered_with_what_to_use(name: str, advice: str) -> None:
+    with pytest.raises(TypeError) as refused:
+        fastgen.load("tiny-llama", **{name: 1})
+    assert str(refused.value).startswith(f"load() got an unexpected keyword argument '{name}'. {advice}")
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"num_threads": 0}, "num_threads=0: expected an integer of at least 1"),

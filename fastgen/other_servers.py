@@ -1,4 +1,4 @@
-"""Hints for flags of vLLM, TGI and llama.cpp's server, for people who come from there."""
+"""Hints for flags of vLLM, TGI and llama.cpp's server, and for arguments in Python called like them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _FLAGS: Final[Mapping[tuple[str, ...], str]] = {
     (
         "--gpu-memory-utilization",
         "--cuda-memory-fraction",
-    ): "--kv-cache-memory 4GiB sets the memory of the KV cache; by default the engine takes nine tenths of a GPU.",
+    ): "--kv-cache-memory sets the memory of the KV cache, such as 4GiB; by default the engine takes nine tenths of a "
+    "GPU.",
     ("--tensor-parallel-size", "-tp", "--num-shard"): "Use --tensor-parallel.",
     ("--data-parallel-size", "-dp"): "Use --replicas.",
     ("--pipeline-parallel-size", "-pp", "--sharded", "--tensor-split", "--split-mode"): _ONE_DEVICE,
@@ -53,7 +54,13 @@ _FLAGS: Final[Mapping[tuple[str, ...], str]] = {
     ("--flash-attn", "-fa"): "The kernels that --target chooses compute attention; no other flag is needed.",
     ("--validation-workers",): "The server itself decides where requests are checked and encoded.",
     ("--seed",): "Each request may have a `seed`; without one it draws its own.",
-    ("--n-predict",): "Each request gives its own `max_tokens`.",
+    ("--n-predict", "--max-tokens", "--max-new-tokens"): "Each request says how long its answer may be: `max_tokens` "
+    "of OpenAI's endpoints, `max_new_tokens` in Python.",
+    ("--generation-config", "--override-generation-config"): "The checkpoint's own generation_config.json gives the "
+    "defaults of sampling; each request may state other values.",
+    ("--task", "--runner", "--convert"): "Every model here generates text; no flag is needed.",
+    ("--max-best-of",): "Each request gives its own `n`.",
+    ("--max-logprobs", "--max-top-n-tokens"): "Each request asks for its own `logprobs`; the server's limit is fixed.",
     ("--root-path",): "Paths begin at /; let the proxy in front take its prefix away.",
     ("--uvicorn-log-level",): "--log-requests logs a line for each request, and --log-format says in which form.",
     ("--enforce-eager",): "--target torch computes without generated kernels.",
@@ -82,6 +89,7 @@ _FLAGS: Final[Mapping[tuple[str, ...], str]] = {
     ("--percentile-metrics", "--metric-percentiles"): "--json has every latency with P50, P90, P95 and P99.",
     ("--swap-space", "--cpu-offload-gb"): "Nothing is swapped or offloaded: preempted requests are computed again.",
 }
+_NAMED: Final = r"(?<!\S)--[a-z-]+"
 HINTS: Final = MappingProxyType({flag: advice for flags, advice in _FLAGS.items() for flag in flags})
 
 
@@ -94,6 +102,16 @@ def hint(flag: str, own: Collection[str]) -> str | None:
     return advice if advice is not None and all(named in own for named in named_flags(advice)) else None
 
 
+def argument_hint(name: str, own: Collection[str]) -> str | None:
+    """Returns the :func:`hint` for the argument ``name`` of a function in Python whose own arguments are ``own``."""
+    advice = hint(_flag(name), {_flag(each) for each in own})
+    return advice and re.sub(_NAMED, lambda flag: f"`{flag[0].removeprefix('--').replace('-', '_')}`", advice)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def named_flags(advice: str) -> list[str]:
     """Returns the flags of this program that a hint names."""
-    return re.findall(r"(?<!\S)--[a-z-]+", advice)
+    return re.findall(_NAMED, advice)
