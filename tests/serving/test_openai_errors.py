@@ -396,6 +396,7 @@ def test_paths_and_methods_that_are_not_there(server: ServerProcess) -> None:
     ("method", "path", "why"),
     [
         ("POST", "/v1/embeddings", "embeddings are not served here"),
+        ("POST", "/generate_stream", "POST /invocations takes the same body"),
         ("GET", "/v1/responses/resp_1", "nothing is stored here"),
         ("DELETE", "/v1/responses/resp_1", "nothing is stored here"),
         ("POST", "/v1/responses/resp_1/cancel", "nothing is stored here"),
@@ -405,7 +406,7 @@ def test_paths_and_methods_that_are_not_there(server: ServerProcess) -> None:
         ("GET", "/v1/conversations/conv_1", "nothing is stored here"),
     ],
 )
-def test_a_path_of_openais_that_is_not_served_says_what_to_do(
+def test_a_path_of_another_server_that_is_not_served_says_what_to_do(
     server: ServerProcess, method: str, path: str, why: str
 ) -> None:
     connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)

@@ -312,6 +312,13 @@ def test_the_documented_prompts_are_those_that_are_taken(prompt: Any) -> None:
         ({"temperature": 3.0}, "temperature", "temperature: input should be less than or equal to 2"),
         ({"stop": 3}, "stop", "stop: input should be a valid string, or input should be a valid list"),
         ({"x" * 300: 1}, "x" * 200, "x" * 200 + ": this field is not known"),
+        ({"temprature": 1}, "temprature", "temprature: this field is not known; did you mean 'temperature'?"),
+        ({"inputs": "a", "parameters": {}}, "inputs", "inputs: this field is not known"),
+        (
+            {"stream_options": {"include_usages": True}},
+            "stream_options.include_usages",
+            "stream_options.include_usages: this field is not known; did you mean 'include_usage'?",
+        ),
         ({"model": None}, "model", "model: input should be a valid string"),
         ({"logit_bias": names(1025)}, "logit_bias", "logit_bias: at most 1024 members, not 1025"),
     ],
@@ -324,6 +331,16 @@ def test_a_refusal_says_which_field_is_wrong_and_what_it_should_be(
         CompletionRequest.model_validate(body)
     refusal = invalid_request(refused.value.errors(), body)
     assert (refusal.param, str(refusal)) == (param, message)
+
+
+@pytest.mark.parametrize("field", ["inputs", "parameters"])
+def test_a_body_of_tgi_is_told_the_path_that_takes_it(field: str) -> None:
+    body = {field: {}}
+    with pytest.raises(ValidationError) as refused:
+        GenerateBody.model_validate(body)
+    refusal = invalid_request(refused.value.errors(), body)
+    assert refusal.param == field
+    assert "POST /invocations takes the bodies of TGI and LMI" in str(refusal)
 
 
 @pytest.mark.parametrize("lengths", [[MAX_TOKEN_IDS], [MAX_TOKEN_IDS // 2, MAX_TOKEN_IDS // 2]])

@@ -182,7 +182,7 @@ def test_openais_bodies_are_those_of_openais_paths(http: httpx2.Client) -> None:
         ({"inputs": [PROMPT, PROMPT], "stream": True}, "stream"),
         ({"inputs": PROMPT, "parameters": {"n": 2, "do_sample": True}, "stream": True}, "stream"),
         ({"inputs": ["a"] * 2049}, "inputs"),
-        ({"input": PROMPT}, "inputs"),
+        ({"input": PROMPT}, "input"),  # did you mean `inputs`?
         ({"prompt": PROMPT, "temperature": -1.0}, "temperature"),
         ([], None),
     ],

@@ -53,6 +53,9 @@ class GenerateBody(FewErrors):
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    elsewhere = dict.fromkeys(
+        ("inputs", "parameters"), "POST /invocations takes the bodies of TGI and LMI, which have it"
+    )
 
     prompt: str | Annotated[list[_TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)] | None = None
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_MESSAGES), few_parts] | None = None

@@ -1,4 +1,4 @@
-"""OpenAI's paths that are not served here: each says what to do instead."""
+"""Paths of OpenAI and TGI that are not served here: each says what to do instead."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ _COUNTS = "tokens of a response's input are not counted here; POST /tokenize cou
 _EMBEDDINGS = (
     "embeddings are not served here: this server generates text; serve an embedding model by another program, and give "
     "its address to the client that needs embeddings"
+)
+_TGI_STREAM = (
+    "this is a path of TGI; POST /invocations takes the same body, with `stream`: true and the header "
+    "`accept: text/event-stream`, and /v1/completions and /v1/chat/completions take OpenAI's"
 )
 
 
@@ -29,6 +33,10 @@ def unserved_routes() -> APIRouter:
     async def refuse_embeddings() -> None:
         raise HTTPException(404, _EMBEDDINGS)
 
+    async def refuse_tgi_stream() -> None:
+        raise HTTPException(404, _TGI_STREAM)
+
+    router.add_api_route("/generate_stream", refuse_tgi_stream, methods=["POST"])
     router.add_api_route("/v1/responses/input_tokens", refuse_counts, methods=["POST"])
     router.add_api_route("/v1/responses/{rest:path}", refuse_stored, methods=["GET", "POST", "DELETE"])
     router.add_api_route("/v1/conversations", refuse_stored, methods=["POST"])

@@ -6,9 +6,20 @@ only if ignoring it cannot change the client's result; other such fields are ref
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import difflib
+import functools
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from fastgen.serving.admission.request_limits import MAX_STOP_CHARACTERS
@@ -21,6 +32,7 @@ StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_
 Label = Annotated[str, StringConstraints(max_length=512)]
 Metadata = dict[Annotated[str, StringConstraints(max_length=64)], Label]
 MAX_METADATA = 16
+_LONGEST_NAME: Final = 64  # of a field that is compared with the known ones
 
 
 def refused(why: str, *, unless: Any = None) -> BeforeValidator:
@@ -49,19 +61,44 @@ def at_most(number: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+@functools.cache
+def _known(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
+
+
+def _nearest(name: str, known: frozenset[str]) -> str:
+    """Returns the question whether the nearest known name is meant, if one is near; not for a name as long as a text,
+    which would take long to compare.
+    """
+    near = difflib.get_close_matches(name, sorted(known), n=1) if len(name) <= _LONGEST_NAME else []
+    return f"did you mean {near[0]!r}?" if near else ""
+
+
 class FewErrors(BaseModel):
     """A body that takes no longer to refuse than to accept."""
+
+    # Fields of other servers' bodies, and what to do instead.
+    elsewhere: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _keep_one_unknown(cls, value: Any) -> Any:
         """Keeps only the first unknown field if there are more fields than the model has. Each unknown field would be
-        an error of its own, and thousands of errors help no reader.
+        an error of its own, and thousands of errors help no reader. If that field is spelled nearly like a known one,
+        or is another server's, it is refused with what to write instead.
         """
-        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+        known = _known(cls)
+        unknown = next((name for name in value if name not in known), None) if isinstance(value, dict) else None
+        if unknown is None:
             return value
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = next(name for name in value if name not in known)
+        advice = cls.elsewhere.get(unknown) or _nearest(unknown, known)
+        if advice and cls.model_config.get("extra") == "forbid":
+            error = PydanticCustomError("unknown_field", "this field is not known; {advice}", {"advice": advice})
+            raise ValidationError.from_exception_data(
+                cls.__name__, [{"type": error, "loc": (unknown,), "input": value[unknown]}]
+            )
+        if len(value) <= len(known):
+            return value
         return {name: each for name, each in value.items() if name in known or name == unknown}
 
 
