@@ -35,6 +35,7 @@ MODEL_HELP = _MODEL.option.help
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 
 _FLAGS = {argument.name: argument.flag for argument in (*LOAD_ARGUMENTS, *SERVE_ARGUMENTS)}
+_FLAGS["this_config"] = "--this-config"  # of `fastgen.verify`
 # Messages are searched for all names but these two, which are ordinary words.
 _NAMES = "|".join(name for name in _FLAGS if name not in ("host", "name"))
 _ARGUMENT = re.compile(rf"(?<![\w./'\"`-])({_NAMES})\b(=?)(?=(\S?))")

@@ -40,7 +40,9 @@ def new(
     if output is not None:
         _may_write(output, force)
     (config, shapes), place = _headers(checkpoint)
-    proposal = propose(config, shapes, [each.recipe for each in list_recipes()])
+    known = [each.recipe for each in list_recipes()]
+    proposal = propose(config, shapes, known)
+    own = next((each.name for each in known if set(each.architectures) & set(proposal.recipe.architectures)), None)
     file = output or Path(f"{proposal.recipe.name}.yaml")
     _may_write(file, force)
     try:
@@ -49,8 +51,10 @@ def new(
     except OSError as error:
         raise InvalidArgumentError(f"{file}: cannot be written: {error.strerror or error}") from None
     if as_json:
-        print(json.dumps(_facts(proposal, file)))
+        print(json.dumps({"own": own} | _facts(proposal, file)))
     else:
+        if own is not None:
+            print(f"the recipe {own} is for this architecture already: without --recipe the checkpoint is read by that")
         _print(proposal, file, place)
 
 

@@ -39,6 +39,14 @@ def test_an_architecture_that_transformers_knows_is_verified_without_a_module(ru
     assert finished.out.endswith(f"then run: fastgen verify {tmp_path / 'phi'} --recipe '{file}' --this-config\n")
 
 
+def test_an_architecture_that_has_a_recipe_is_said_to_have_it(run: Run, directory: Path, tmp_path: Path) -> None:
+    make("phi", tmp_path / "phi")
+    printed = run("recipe", "new", str(tmp_path / "phi"), "--output", str(tmp_path / "new.yaml")).out
+    assert printed.startswith("the recipe phi is for this architecture already: without --recipe the checkpoint is ")
+    other = run("recipe", "new", str(directory), "--output", str(tmp_path / "other.yaml")).out
+    assert other.startswith("nearest recipe: phi")
+
+
 def test_a_key_that_nothing_reads_keeps_the_model_from_being_loaded(run: Run, directory: Path, tmp_path: Path) -> None:
     config = json.loads((directory / "config.json").read_text()) | {"warp_factor": 3}
     copy = tmp_path / "copy"
@@ -60,6 +68,7 @@ def test_as_json(run: Run, directory: Path, tmp_path: Path) -> None:
     file = tmp_path / "herring.yaml"
     printed = json.loads(run("recipe", "new", str(directory), "--output", str(file), "--json").out)
     assert printed["text"] == file.read_text()
+    assert printed["own"] is None
     assert printed["nearest"] == {"name": "phi", "explained_tensors": 47, "num_tensors": 47}
     assert printed["unclaimed_tensors"] == printed["missing_tensors"] == []
 

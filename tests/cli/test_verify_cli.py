@@ -169,6 +169,12 @@ def test_this_configuration_alone(checkpoint: Path, run: Run, tmp_path: Path) ->
     assert wrong.out.endswith("  with --this-config only what this checkpoint states is tested\n")
 
 
+def test_a_recipe_has_no_configuration_of_its_own(run: Run) -> None:
+    refused = run("verify", "llama", "--this-config")
+    assert refused.status == 1
+    assert "--this-config: a recipe has no configuration of its own; give the model's directory" in refused.err
+
+
 def test_a_key_that_nothing_reads_is_to_be_ignored_in_the_own_file(checkpoint: Path, run: Run, tmp_path: Path) -> None:
     """The keys that it ignores so far stand in the file of the recipe that it extends."""
     config = json.loads((checkpoint / "config.json").read_text()) | {"warp_factor": 3}
