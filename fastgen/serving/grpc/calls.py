@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any, NoReturn
+from typing import Any, Self, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -27,6 +27,8 @@ from fastgen.serving.refusals import (
 
 # What a method does: it reads requests, and yields one answer or a stream of them, encoded.
 Behaviour = Callable[[Requests, ServicerContext], AsyncGenerator[bytes, None]]
+# The status of a call, its message, and the metadata behind it.
+_End = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
 # Any other error is ``INTERNAL``.
 _STATUSES: dict[type[RefusedError], grpc.StatusCode] = {
     BadRequestError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -58,18 +60,42 @@ def handler_of(behaviour: Behaviour, sending: Sending) -> grpc.RpcMethodHandler:
     see no difference.
     """
 
-    async def run(requests: Requests, context: ServicerContext) -> None:
+    async def run(_: object, context: ServicerContext) -> None:
+        end: _End | None = None
         try:
-            async with aclosing(behaviour(requests, context)) as answers:
+            async with aclosing(behaviour(_Reading(context), context)) as answers:
                 async for answer in answers:
                     await sending.send(context, answer)
         except FastgenError as error:
-            await _abort(context, error)
+            end = _end_of(error)
+        # gRPC's error of an abort keeps itself until the garbage is collected, and with it the error that is handled
+        # where it is raised, whose frames hold the request. So none is handled here.
+        if end is not None:
+            await context.abort(*end)
 
     return grpc.stream_stream_rpc_method_handler(run)
 
 
-async def _abort(context: ServicerContext, error: FastgenError) -> NoReturn:
+class _Reading:
+    """The requests of a call. gRPC's own iterator keeps itself, and the last request, until the garbage is
+    collected.
+    """
+
+    def __init__(self, context: ServicerContext):
+        self._context = context
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        request = await self._context.read()
+        if request is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return cast(bytes, request)
+
+
+def _end_of(error: FastgenError) -> _End:
+    """Returns how ``error`` ends a call."""
     status = grpc.StatusCode.INTERNAL
     if isinstance(error, InvalidArgumentError):
         status = grpc.StatusCode.INVALID_ARGUMENT
@@ -79,8 +105,7 @@ async def _abort(context: ServicerContext, error: FastgenError) -> NoReturn:
     trailing: tuple[tuple[str, str], ...] = ()
     if isinstance(error, OverloadedError | UnavailableError):
         trailing = (("retry-after-ms", str(round(1000 * error.retry_after_s))),)
-    await context.abort(status, _details(str(error)), trailing)
-    raise AssertionError("abort raises")
+    return status, _details(str(error)), trailing
 
 
 def _details(text: str) -> str:

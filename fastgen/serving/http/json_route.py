@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -63,9 +64,19 @@ class JsonRoute(APIRoute):
         async def handle_json(request: Request) -> Response:
             try:
                 return await handle(self.request_class(request.scope, request.receive))
-            except HTTPException as error:
+            except (HTTPException, RequestValidationError) as error:
+                _clear_frames(error)
                 if isinstance(error.__cause__, RefusedError):  # of the body, which FastAPI gives an error of its own
                     raise error.__cause__ from None
                 raise
 
         return handle_json
+
+
+def _clear_frames(error: Exception) -> None:
+    """Removes the frames of FastAPI's handler from ``error`` and its cause. They hold the body, and also the error that
+    holds them, so all of it would stay until the garbage is collected.
+    """
+    for each in (error, error.__cause__):
+        if each is not None:
+            each.__traceback__ = None
