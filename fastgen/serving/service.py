@@ -47,7 +47,7 @@ State = Literal["starting", "ready", "restarting", "draining", "stopped", "faile
 
 ENGINE_TIMEOUT_S = 60.0
 _COUNT_S = 2.0
-# The most of the event loop's time that the encoding of large answers takes.
+# The most of the event loop's time that the encoding of large answers takes, together with the texts of given ids.
 _SHARE_OF_LARGE_ANSWERS = 0.125
 
 
@@ -81,7 +81,7 @@ class Service:
         self._encoder: TextEncoder | None = None
         self._formats: TrialQueue | None = None
         self._is_draining = False
-        # In which large answers are encoded.
+        # In which large answers are encoded, and texts of given token ids are made.
         self.turns = Turns(1, share=_SHARE_OF_LARGE_ANSWERS)
         self.recent = RecentRequests()
 

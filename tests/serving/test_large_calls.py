@@ -88,15 +88,6 @@ def test_many_tokens_make_a_chat_large(monkeypatch: pytest.MonkeyPatch, num_toke
     assert (threads != {threading.current_thread().name}) == (num_tokens > MANY_VALUES)
 
 
-def test_prompts_are_echoed_from_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = a_service()
-    threads = makers(monkeypatch, service.codec, "decode")
-    answer = post(service, "/v1/completions", {"model": MODEL, "prompt": [[5, 6], [7]], "echo": True, "max_tokens": 0})
-    assert len(answer.json()["choices"]) == 2
-    assert threads
-    assert threading.current_thread().name not in threads
-
-
 @pytest.mark.parametrize("num_tokens", [10, MANY_VALUES])
 def test_many_log_probabilities_of_a_prompt_are_streamed_from_another_thread(
     monkeypatch: pytest.MonkeyPatch, num_tokens: int

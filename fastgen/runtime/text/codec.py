@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,18 +160,24 @@ class TextCodec:
 
         Raises ``InvalidArgumentError`` if it has more than ``MAX_TEXT_CHARACTERS``.
         """
+        return "".join(self.pieces(token_ids))
+
+    def pieces(self, token_ids: Sequence[int]) -> Iterator[str]:
+        """Yields the text of ``token_ids`` in pieces: one for each of them, and one for what is held back at the end.
+        Raises what :meth:`decode` does.
+        """
         self._need_tokenizer("text")
-        detokenizer = self.new_detokenizer(())
-        pieces, num_characters = [], 0
-        for token_id in token_ids:
-            pieces.append(detokenizer.append(token_id))
-            num_characters += len(pieces[-1])
+        detokenizer, num_characters = self.new_detokenizer(()), 0
+        for number, token_id in enumerate(token_ids, 1):
+            piece = detokenizer.append(token_id)
+            num_characters += len(piece)
             if num_characters > MAX_TEXT_CHARACTERS:
                 raise InvalidArgumentError(
                     f"the text of {len(token_ids)} token ids has more than {MAX_TEXT_CHARACTERS} characters after the "
-                    f"first {len(pieces)} of them; give fewer ids at once"
+                    f"first {number} of them; give fewer ids at once"
                 )
-        return "".join(pieces) + detokenizer.finish()
+            yield piece
+        yield detokenizer.finish()
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of one token by itself; see :class:`~fastgen.runtime.text.token_bytes.TokenBytes`."""

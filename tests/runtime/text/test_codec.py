@@ -228,6 +228,10 @@ def test_the_text_of_ids_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert codec.decode(ids * 2) == "the catthe cat"
     with pytest.raises(InvalidArgumentError, match=f"text of {3 * len(ids)} token ids has more than 14 characters"):
         codec.decode(ids * 3)
+    pieces = codec.pieces(ids * 3)
+    assert "".join(next(pieces) for _ in ids * 2) == "the catthe cat"
+    with pytest.raises(InvalidArgumentError, match=f"after the first {2 * len(ids) + 1} of them"):
+        next(pieces)
 
 
 @pytest.mark.parametrize(

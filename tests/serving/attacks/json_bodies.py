@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 from tests.serving.attacks.harness import MODEL, Attack, Target, check_status
@@ -104,6 +105,12 @@ async def many_prompts(target: Target, size: int) -> None:
         await _answered(target, "/v1/completions", json.dumps(body).encode(), status, about=field)
 
 
+async def texts_of_ids(target: Target, size: int) -> None:
+    """Asks ``size`` times at once for the text of ids that are single bytes and no characters, which takes longest."""
+    body = json.dumps({"tokens": [*range(131, 240)] * 300}).encode()
+    await asyncio.gather(*(_answered(target, "/detokenize", body, 200, about="detokenize") for _ in range(size)))
+
+
 async def _too_many(target: Target, head: bytes, unit: bytes, end: bytes, size: int) -> None:
     body = head + unit * (size // len(unit)) + end
     for path in _LARGE:
@@ -134,4 +141,5 @@ ATTACKS = {
     "pages_of_other_sites": Attack(pages_of_other_sites, 1, 10),
     "half_characters": Attack(half_characters, 1, 10),
     "many_prompts": Attack(many_prompts, 500, 800),
+    "texts_of_ids": Attack(texts_of_ids, 4, 16),
 }

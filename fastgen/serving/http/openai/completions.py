@@ -28,6 +28,7 @@ from fastgen.serving.http.openai.answers import (
     finish_of,
     usage_of,
 )
+from fastgen.serving.http.openai.decoding import echoing
 from fastgen.serving.http.openai.formats import format_field, naming_format
 from fastgen.serving.http.openai.logprobs import CompletionLogprobsWriter
 from fastgen.serving.http.openai.requests import CompletionRequest
@@ -71,8 +72,11 @@ def completion_routes(service: Service) -> APIRouter:
         by_wanted = {each: _sampling(body, each, codec, facts.vocab_size) for each in set(wanted)}
         samplings = [by_wanted[each] for each in wanted]
         rules = text_rules(body, codec)
+        echoes = [""] * len(prompts)
         try:
-            echoes = await asyncio.to_thread(_echoes, codec, prompts, prompt_ids) if body.echo else [""] * len(prompts)
+            if body.echo:
+                async with unless_gone(request):
+                    echoes = await service.turns.run(echoing(codec, prompts, prompt_ids))
         except InvalidArgumentError as error:
             raise BadRequestError(f"echo: {error}", param="echo") from error
         _check_echoes(body, echoes, prompt_ids)
@@ -235,12 +239,6 @@ def _joined(first: CompletionLogprobs, more: CompletionLogprobs) -> CompletionLo
         "top_logprobs": LazyList(lambda: chain(first["top_logprobs"], more["top_logprobs"])),
         "text_offset": first["text_offset"] + more["text_offset"],
     }
-
-
-def _echoes(codec: TextCodec, prompts: list[str | list[int]], prompt_ids: list[list[int]]) -> list[str]:
-    """Returns the texts of ``prompts``. Those of a million token ids take seconds."""
-    decode = codec.decode if codec.has_tokenizer else lambda _: ""
-    return [prompt if isinstance(prompt, str) else decode(ids) for prompt, ids in zip(prompts, prompt_ids, strict=True)]
 
 
 def _check_echoes(body: CompletionRequest, echoes: list[str], prompt_ids: list[list[int]]) -> None:

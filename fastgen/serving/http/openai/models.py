@@ -7,9 +7,10 @@ from starlette.responses import Response
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.http.errors import ERRORS
-from fastgen.serving.http.json_answers import json_response
+from fastgen.serving.http.json_answers import encode_json
 from fastgen.serving.http.openai.answers import Detokenized, Model, Models, Tokenized, Version
 from fastgen.serving.http.openai.conversations import encode_chat
+from fastgen.serving.http.openai.decoding import decoding
 from fastgen.serving.http.openai.json_texts import ConversationRoute
 from fastgen.serving.http.openai.requests import DetokenizeRequest, TokenizeRequest
 from fastgen.serving.http.openai.run import check_ids, check_model, now
@@ -78,15 +79,15 @@ def model_routes(service: Service, version: str) -> APIRouter:
             raise BadRequestError(str(error), param="prompt") from error
 
     @router.post("/detokenize", response_model=Detokenized, responses=ERRORS)
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         """The text of token ids. Special tokens have no text."""
         check_model(service, body.model)
         check_ids(service, body.tokens, "tokens")
         try:
-            return await json_response(
-                lambda: {"prompt": service.codec.decode(body.tokens)}, service.turns, is_large=True
-            )
+            async with unless_gone(request):
+                text = await service.turns.run(decoding(service.codec, body.tokens))
         except InvalidArgumentError as error:
             raise BadRequestError(str(error), param="tokens") from error
+        return Response(encode_json({"prompt": text}), media_type="application/json")
 
     return router
