@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +13,11 @@ import msgspec
 import pytest
 
 from fastgen.runtime.requests.response_format import ResponseFormat, parse_response_format
-from fastgen.serving.isolated.grammars import trial
+from fastgen.serving.isolated.grammars import process, trial
 from fastgen.serving.isolated.grammars.queue import MAX_WAITING, TrialQueue
-from fastgen.serving.isolated.grammars.trial import MAX_PROCESSES, FormatTrials
-from fastgen.serving.refusals import OverloadedError
+from fastgen.serving.isolated.grammars.trial import MAX_PROCESSES, FormatTrials, Model, Trial
+from fastgen.serving.isolated.processes import HelperEndedError
+from fastgen.serving.refusals import OverloadedError, UnavailableError
 from tests.serving.scripted import scripted_codec
 
 
@@ -176,3 +178,58 @@ def test_the_formats_that_were_tried_last_are_remembered(monkeypatch: pytest.Mon
     formats = [ResponseFormat("regex", text) for text in "abc"]
     assert [trials.refusal(each) for each in formats] == [None] * 3
     assert [trials.knows(each) for each in formats] == [False, True, True]
+
+
+@pytest.mark.parametrize(("status", "is_remembered"), [(1, False), (-signal.SIGPROF, True), (-signal.SIGABRT, True)])
+def test_a_process_that_fails_by_itself_says_nothing_of_the_format(
+    status: int, is_remembered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, of = scripted_codec().tokenizer, ResponseFormat("regex", "a")
+    trials, statuses = FormatTrials(tokenizer, len(tokenizer)), [status]
+
+    def ask(request: bytes) -> bytes:
+        if statuses:
+            raise HelperEndedError(statuses.pop())
+        return msgspec.msgpack.encode(None)
+
+    monkeypatch.setattr(trials.processes, "ask", ask)
+    if is_remembered:
+        first = trials.refusal(of)
+        assert first is not None
+        assert trials.refusal(of) == first
+    else:
+        with pytest.raises(UnavailableError, match="failed with status 1; try again"):
+            trials.refusal(of)
+        assert not trials.knows(of)
+        assert trials.refusal(of) is None
+
+
+class _PanicError(BaseException):
+    """Stands for a panic of the library."""
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("can't start new thread"), None),
+        (MemoryError(), "response_format (regex) is refused: it takes more than 1024 MiB of memory to compile"),
+        (_PanicError("no such state"), "response_format (regex) is refused: no such state"),
+    ],
+)
+def test_the_process_tells_what_is_of_the_format(
+    error: BaseException, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = scripted_codec().tokenizer
+    model = Model(tokenizer.backend_tokenizer.to_str(), len(tokenizer))
+    answer = process.begin(msgspec.msgpack.encode(model))
+
+    def compiled(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(process.Grammars, "compiled", compiled)
+    asked = msgspec.msgpack.encode(Trial("regex", "a"))
+    if reason is None:
+        with pytest.raises(RuntimeError):
+            answer(asked)
+    else:
+        assert msgspec.msgpack.decode(answer(asked)) == reason

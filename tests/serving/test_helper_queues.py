@@ -27,7 +27,7 @@ from fastgen.serving.isolated.encoding.encoder import TextEncoder
 from fastgen.serving.isolated.queue import ByHelpers, WorkQueue
 from fastgen.serving.isolated.templates.renderer import TemplateRenderer
 from fastgen.serving.isolated.texts import encode_chat, encode_text
-from fastgen.serving.refusals import OverloadedError
+from fastgen.serving.refusals import OverloadedError, UnavailableError
 from tests.serving.scripted import MODEL, ScriptedService, application, scripted_codec
 
 CHAT = [{"role": "user", "content": "Hello"}]
@@ -217,3 +217,24 @@ def test_the_queues_of_the_real_helpers() -> None:
     for function in (TemplateRenderer(tokenizer).render, TextEncoder(tokenizer).encode):
         assert function.queue._free._value == 4
         assert function.queue._max_waiting == 1024
+
+
+def test_work_for_which_the_system_has_no_thread_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def inner() -> None:
+        queue = WorkQueue("pieces of work wait here", max_running=2, max_waiting=1, retry_after_s=7.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            for number in range(3):
+                with pytest.raises(UnavailableError, match="no thread for this now: can't start new thread"):
+                    await queue.run(functools.partial(done.append, number))
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*(queue.run(functools.partial(done.append, number)) for number in (3, 4)))
+        queue.close()
+
+    asyncio.run(inner())
+    assert sorted(done) == [3, 4]

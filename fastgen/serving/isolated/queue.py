@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, ParamSpec, TypeVar
 
-from fastgen.serving.refusals import OverloadedError
+from fastgen.serving.refusals import OverloadedError, UnavailableError
 
 _Asked = ParamSpec("_Asked")
 _Answer = TypeVar("_Answer")
@@ -32,10 +32,23 @@ class WorkQueue:
         """Returns what ``work`` returns, on a thread of its own.
 
         A call that is cancelled while it waits gives up its place. Work that has begun cannot be stopped, and keeps its
-        place until it ends. Raises ``OverloadedError`` if too much waits already.
+        place until it ends. Raises ``OverloadedError`` if too much waits already, and ``UnavailableError`` if the
+        system has no thread for it.
         """
         await self._take_turn()
-        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        is_refused = False
+
+        def unless_refused() -> _Answer:
+            if is_refused:  # it was queued nevertheless, and nothing waits for it
+                raise asyncio.CancelledError
+            return work()
+
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._threads, unless_refused)
+        except RuntimeError as error:
+            is_refused = True
+            self._free.release()
+            raise UnavailableError(f"the server has no thread for this now: {error}") from error
         running.add_done_callback(self._ended)
         return await asyncio.shield(running)
 

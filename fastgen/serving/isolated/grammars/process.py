@@ -15,7 +15,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.runtime.sampling.mask_threads import lower_priority
 from fastgen.runtime.sampling.structured_output import Grammars
-from fastgen.serving.isolated.grammars.trial import MAX_CPU_S, MAX_MEMORY_BYTES, Model, Trial
+from fastgen.serving.isolated.grammars.trial import MAX_CPU_S, MAX_MEMORY_BYTES, Model, Trial, refused
 from fastgen.serving.isolated.processes import answer_all
 
 
@@ -31,6 +31,14 @@ def begin(beginning: bytes) -> Callable[[bytes], bytes]:
             grammars.compiled(response_format)  # it is not kept: the server remembers what was found
         except InvalidArgumentError as error:
             return str(error)
+        except MemoryError:
+            return refused(
+                response_format.kind, f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory to compile"
+            )
+        except Exception:
+            raise  # it says nothing of the format, and ends this process
+        except BaseException as error:  # a panic of the library is no ``Exception``
+            return refused(response_format.kind, str(error))
         return None
 
     def answer(request: bytes) -> bytes:

@@ -12,6 +12,7 @@ import msgspec
 
 from fastgen.runtime.requests.response_format import Kind, ResponseFormat
 from fastgen.serving.isolated.processes import HelperEndedError, HelperProcesses
+from fastgen.serving.refusals import UnavailableError
 
 # Processor time to compile a format.
 MAX_CPU_S = 0.5
@@ -58,7 +59,9 @@ class FormatTrials:
         return response_format.kind == "json_object" or _digest(response_format) in self._tried
 
     def refusal(self, response_format: ResponseFormat) -> str | None:
-        """Returns why the format would be refused, or ``None``."""
+        """Returns why the format would be refused, or ``None``. Raises ``UnavailableError`` if that cannot be found out
+        now; then nothing is remembered.
+        """
         if response_format.kind == "json_object":
             return None
         digest = _digest(response_format)
@@ -68,13 +71,22 @@ class FormatTrials:
         try:
             found = msgspec.msgpack.decode(self.processes.ask(request), type=str | None)
         except HelperEndedError as ended:
-            found = f"response_format ({response_format.kind}) is refused: {_why(ended)}"
+            if ended.status > 0:  # an error of its own: the system refused it a thread, for example
+                raise UnavailableError(
+                    f"the process that compiles formats failed with status {ended.status}; try again"
+                ) from None
+            found = refused(response_format.kind, _why(ended))
         if found is not None and len(found) > _MAX_REASON:
             found = f"{found[:_MAX_REASON]}…"
         self._tried[digest] = found
         if len(self._tried) > _MAX_KEPT:
             self._tried.popitem(last=False)
         return found
+
+
+def refused(kind: Kind, reason: str) -> str:
+    """Returns the refusal of a format of ``kind``."""
+    return f"response_format ({kind}) is refused: {reason}"
 
 
 @lru_cache(maxsize=8)  # the prompts of one call ask for the same
