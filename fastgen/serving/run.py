@@ -107,7 +107,7 @@ async def _run(
     app = create_app(service, options)
     app.include_router(terminate_routes(ending))
     http = HttpServer(app, options, service.metrics, bound)
-    by_grpc = GrpcServer(service, options, ending, is_shared=is_shared)
+    by_grpc = GrpcServer(service, options, ending, address=bound, is_shared=is_shared)
     serving: asyncio.Task[None] | None = None
 
     async def begin() -> None:

@@ -23,6 +23,8 @@ class Parts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.calls: list[str] = []
         self.service_given: dict[str, Any] = {}
+        # The address that gRPC is to listen at.
+        self.grpc_at: str | None = None
         self.http = SimpleNamespace(
             should_exit=False,
             server_state=SimpleNamespace(connections=[]),
@@ -49,7 +51,8 @@ class Parts:
             self.service_given = given
             return service
 
-        def make_grpc(*given: Any, is_shared: bool) -> Any:
+        def make_grpc(*given: Any, address: str, is_shared: bool) -> Any:
+            self.grpc_at = address
             self.calls.append(f"gRPC{' shares its port' * is_shared}")
             return grpc
 

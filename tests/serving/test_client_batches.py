@@ -50,6 +50,9 @@ def test_a_server_takes_each_batch(request_: ClientRequest) -> None:
         ([ClientRequest({"logit_bias": dict.fromkeys(range(1024), 0.5)}, prompt=[7] * 507_904)] * 3, [2, 1]),
         ([ClientRequest({"logit_bias": dict.fromkeys(range(1024), 0.5)}, prompt=[7] * 507_905)] * 3, [1, 1, 1]),
         ([ClientRequest({}, prompt="a" * (1 << 19))] * 16, [16]),
+        # A body may have 4096 parts of content.
+        ([ClientRequest({}, messages=[{"content": [{"type": "text", "text": "a"}] * 1024}] * 2)] * 3, [2, 1]),
+        ([ClientRequest({}, messages=[{"content": [{"type": "text", "text": "a"}] * 2049}])] * 3, [1, 1, 1]),
         ([ClientRequest({}, prompt=[7] * 524_288), ClientRequest({}, messages=[{"content": "a"}])] * 2, [4]),
     ],
 )

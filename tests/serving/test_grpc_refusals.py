@@ -12,13 +12,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fastgen import SamplingParams
 from fastgen.errors import FastgenError, InvalidArgumentError
-from fastgen.serving.admission.request_limits import MAX_SESSION_LENGTH, SESSION_HEADER
+from fastgen.serving.admission.request_limits import MAX_SESSION_LENGTH, MAX_TOKEN_IDS, SESSION_HEADER
 from fastgen.serving.api_keys import ApiKeys
 from fastgen.serving.clients.grpc import GrpcTransport
 from fastgen.serving.clients.requests import ClientRequest
 from fastgen.serving.ending import Ending
 from fastgen.serving.grpc.messages import CheckRequest, CheckResponse, GenerateRequest
 from fastgen.serving.grpc.server import GrpcServer
+from fastgen.serving.http.server import listen
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.refusals import (
@@ -269,6 +270,29 @@ def test_a_port_that_is_taken_is_refused() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("host", ["127.1", "0x7f.1", "0", "", "localhost"])
+def test_grpc_listens_at_the_address_that_http_listens_at(host: str) -> None:
+    service: Any = Refusing()
+    service.error = BadRequestError("it has come")
+
+    async def run() -> None:
+        with listen(host, 0) as listener:
+            bound = listener.getsockname()[0]
+        options, ending = ServeOptions(host=host, grpc_port=0), Ending("token", ApiKeys(), lambda: None)
+        server = GrpcServer(service, options, ending, address=bound)
+        await server.start()
+        transport = GrpcTransport(str(server.address), None)
+        try:
+            assert str(server.address).startswith(f"{bound}:")
+            with pytest.raises(InvalidArgumentError, match="it has come"):
+                await transport.generate(ClientRequest({}, prompt="a"))
+        finally:
+            await transport.close()
+            await server.stop(0.0)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
 def test_what_cannot_be_decoded_is_an_invalid_argument(method: str) -> None:
     service: Any = Refusing()
@@ -321,6 +345,28 @@ def test_requests_in_work_are_bounded_together_and_small_ones_are_always_taken()
             is_over.set()
             for call in [*held, small, generate(large)]:
                 assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+    asyncio.run(run())
+
+
+def test_prompts_to_be_checked_have_as_many_token_ids_as_one_call_may() -> None:
+    service: Any = Refusing()
+
+    async def refusal(prompt_ids: list[int], sampling: Any) -> str:
+        return "checked"
+
+    service.refusal = refusal
+
+    async def run() -> None:
+        async with served(service) as address:
+            transport = GrpcTransport(address, None)
+            half = ClientRequest({}, prompt=[5] * (MAX_TOKEN_IDS // 2))
+            try:
+                assert await transport.check([half, half]) == ["checked"] * 2
+                with pytest.raises(InvalidArgumentError, match=f"{MAX_TOKEN_IDS} ids, not {MAX_TOKEN_IDS + 1}"):
+                    await transport.check([half, half, ClientRequest({}, prompt=[5])])
+            finally:
+                await transport.close()
 
     asyncio.run(run())
 

@@ -10,9 +10,10 @@ import pytest
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.api_keys import ApiKeys
 from fastgen.serving.http.connection import LimitedConnection
-from fastgen.serving.http.hosts import warn_if_open
+from fastgen.serving.http.hosts import Hosts, warn_if_open
 from fastgen.serving.http.server import listen
 from fastgen.serving.options import ServeOptions
+from fastgen.serving.refusals import ForbiddenError
 from tests.serving.local_server import Served, check, error_of, post
 
 CHUNKED = b"POST /echo HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n"
@@ -160,6 +161,7 @@ def test_the_host_of_an_absolute_url_counts(url: str, host: str, status: int, ve
     ("options", "answered"),
     [
         (ServeOptions(port=0, allow_hosts=("models.example.org",)), {"models.example.org:80", "Models.Example.ORG"}),
+        (ServeOptions(port=0, allow_hosts=("models.Example.org.",)), {"models.example.org:80", "Models.Example.ORG"}),
         (ServeOptions(port=0, allow_hosts=("*",)), {"models.example.org:80", "Models.Example.ORG", "other.example"}),
         (ServeOptions(port=0, host="0.0.0.0"), {"models.example.org:80", "Models.Example.ORG", "other.example"}),
         (ServeOptions(port=0, host="0.0.0.0", allow_hosts=("other.example",)), {"other.example"}),
@@ -173,6 +175,15 @@ def test_other_names_are_allowed_by_flag_by_key_and_by_address(options: ServeOpt
             assert (await server.ask(request))[0] == (200 if host in answered else 403), host
 
     check(test, options)
+
+
+def test_the_name_of_a_host_may_end_with_a_dot() -> None:
+    hosts = Hosts(ServeOptions(host="Box.example."), "127.0.0.1")
+    for taken in ("box.example", "box.example.:80", "BOX.example:80"):
+        hosts.check(taken)
+    for refused in ("", ".", "example", "a.box.example"):
+        with pytest.raises(ForbiddenError):
+            hosts.check(refused)
 
 
 def test_with_a_key_every_name_is_taken() -> None:

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from pydantic import ValidationError
 
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.codec import TextCodec
-from fastgen.serving.admission.request_limits import MAX_MESSAGES
-from fastgen.serving.http.generate import generate_routes
+from fastgen.serving.admission.request_limits import MAX_MESSAGES, MAX_TOKEN_IDS
+from fastgen.serving.http.generate import CheckBody, generate_routes
 from fastgen.serving.http.openai.messages import MAX_PARTS
 from fastgen.serving.http.streaming import Gone
 from fastgen.serving.isolated.encoding.encoder import TextEncoder
@@ -210,6 +211,19 @@ def test_generate_takes_as_many_messages_and_parts_as_chats_do(messages: Any, wh
         assert helpers.num_begun == 0
 
     run(test)
+
+
+def test_requests_that_are_checked_have_as_many_parts_and_token_ids_as_one_call_may() -> None:
+    parts, ids = [{"type": "text", "text": "a"}] * (MAX_PARTS // 2), [5] * (MAX_TOKEN_IDS // 2)
+    chat = {"messages": [{"role": "user", "content": parts}]}
+    for first, why in (
+        (chat, f"at most {MAX_PARTS} parts in all messages together"),
+        ({"prompt": ids}, f"at most {MAX_TOKEN_IDS} token ids in all"),
+    ):
+        more = {"prompt": [5]} if "prompt" in first else {"messages": [{"role": "user", "content": parts[:1]}]}
+        CheckBody.model_validate({"requests": [first] * 2})
+        with pytest.raises(ValidationError, match=why):
+            CheckBody.model_validate({"requests": [first] * 2 + [more]})
 
 
 def test_the_queues_of_the_real_helpers() -> None:

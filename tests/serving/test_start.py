@@ -36,6 +36,12 @@ def test_a_server_that_other_machines_reach_without_a_key_warns(
     assert any("every machine that reaches 0.0.0.0 may use this server" in line for line in caplog.messages)
 
 
+def test_grpc_listens_where_http_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts(monkeypatch)
+    parts.serve(host="10.0.0.7")
+    assert parts.grpc_at == "10.0.0.7"
+
+
 def full() -> int:
     return os.open("/dev/full", os.O_WRONLY)
 

@@ -11,8 +11,8 @@ from fastgen.runtime.requests.outputs import GenerationChunk, GenerationOutput
 from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.text.prompts import Conversation, Prompt, as_token_ids
 
-# Token ids in the requests that are sent in one message.
-_MAX_WEIGHT = 1 << 20
+# Token ids in the requests that are sent in one message, and as how many of them a part of a message's content counts.
+_MAX_WEIGHT, _PART_WEIGHT = 1 << 20, 1 << 8
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,13 @@ def batches(requests: Sequence[ClientRequest], max_requests: int) -> Iterator[li
 
 
 def _weight(request: ClientRequest) -> int:
-    """Returns the number of token ids in the prompt. A bias counts as sixteen, since it takes longer to read."""
+    """Returns the number of token ids in the prompt. A bias counts as sixteen, since it takes longer to read, and a
+    part of a message's content as many times as there may be fewer of them.
+    """
     num_ids = len(request.prompt) if isinstance(request.prompt, list) else 0
-    return num_ids + 16 * len(request.fields.get("logit_bias") or ())
+    contents = [message.get("content") for message in request.messages or ()]
+    num_parts = sum(len(content) for content in contents if isinstance(content, list))
+    return num_ids + _PART_WEIGHT * num_parts + 16 * len(request.fields.get("logit_bias") or ())
 
 
 def of_prompt(prompt: Prompt, fields: Mapping[str, Any]) -> ClientRequest:

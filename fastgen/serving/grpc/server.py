@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -120,6 +120,7 @@ class GenerationServicer:
         number = len(request.prompts) + len(request.chats)
         if number > MAX_CHECKED:
             raise InvalidArgumentError(f"{number} requests to be checked; at most {MAX_CHECKED} are taken at once")
+        _check_num_ids(request.prompts)
         asked = [(each, self._encode_prompt) for each in request.prompts]
         asked += [(each, self._encode_chat) for each in request.chats]
         yield messages.CheckResponse(errors=[await self._refusal(*each) or "" for each in asked]).SerializeToString()
@@ -191,8 +192,7 @@ class GenerationServicer:
             case "text":
                 return await in_turn(codec.encode_plain, lambda: codec.encode(request.text))
             case "token_ids":
-                if (number := len(request.token_ids.ids)) > MAX_TOKEN_IDS:
-                    raise TooLargeError(f"token_ids: this server takes at most {MAX_TOKEN_IDS} ids, not {number}")
+                _check_num_ids([request])
                 return await asyncio.to_thread(lambda: codec.encode(list(request.token_ids.ids)))
             case _:
                 raise InvalidArgumentError("prompt: text or token_ids must be set")
@@ -206,10 +206,22 @@ class GenerationServicer:
 class GrpcServer:
     """All gRPC services for ``service``, if ``options`` enable gRPC; nothing otherwise. With ``is_shared`` other
     processes of this user may listen at the port too.
+
+    It listens at ``address``, in numbers, or else at ``options.host``. gRPC does not take all spellings of a host that
+    the system does, such as ``127.1`` or none.
     """
 
-    def __init__(self, service: Service, options: ServeOptions, ending: Ending, *, is_shared: bool = False):
+    def __init__(
+        self,
+        service: Service,
+        options: ServeOptions,
+        ending: Ending,
+        *,
+        address: str | None = None,
+        is_shared: bool = False,
+    ):
         self._service, self._options, self._ending, self._is_shared = service, options, ending, is_shared
+        self._host = options.host if address is None else address
         self._server: grpc.aio.Server | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._sending = Sending(timeout_s=options.connections.write_timeout_s)
@@ -234,7 +246,7 @@ class GrpcServer:
         reflection = Reflection(self._open_receiving, self._sending, timeout_s=limits.body_timeout_s)
         handlers = (_handlers(servicer, self._sending), self._health.handlers(), reflection.handlers())
         server.add_generic_rpc_handlers(handlers)
-        host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
+        host = f"[{self._host}]" if ":" in self._host else self._host
         asked = f"{host}:{self._options.grpc_port}"
         others = listening(self._options.grpc_port)
         try:
@@ -276,6 +288,12 @@ class GrpcServer:
             await asyncio.shield(self._server.stop(timeout_s))
         if self._ending_slow is not None:
             self._ending_slow.cancel()
+
+
+def _check_num_ids(requests: Iterable[Any]) -> None:
+    """Raises ``TooLargeError`` if the prompts of these have too many token ids together."""
+    if (number := sum(len(each.token_ids.ids) for each in requests)) > MAX_TOKEN_IDS:
+        raise TooLargeError(f"token_ids: this server takes at most {MAX_TOKEN_IDS} ids, not {number}")
 
 
 def _handlers(servicer: GenerationServicer, sending: Sending) -> grpc.GenericRpcHandler:

@@ -7,10 +7,11 @@ import re
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from fastgen.errors import InvalidArgumentError
@@ -30,9 +31,9 @@ from fastgen.serving.ending import Ending
 from fastgen.serving.http.errors import ERRORS
 from fastgen.serving.http.json_answers import event_of, json_response, large_event_of
 from fastgen.serving.http.json_route import JsonRoute
-from fastgen.serving.http.openai.messages import few_parts
+from fastgen.serving.http.openai.messages import check_num_parts, few_parts
 from fastgen.serving.http.openai.run import arrival_of, event_stream, request_id_of, session_of
-from fastgen.serving.http.openai.validation import FewErrors, at_most
+from fastgen.serving.http.openai.validation import FewErrors, at_most, check_num_token_ids
 from fastgen.serving.http.records import ChunkRecord, OutputRecord
 from fastgen.serving.http.streaming import unless_gone
 from fastgen.serving.isolated.queue import in_turn
@@ -93,12 +94,19 @@ class GenerateBody(FewErrors):
         return SamplingParams.from_fields(defaults, **given)
 
 
+def _few_in_all(bodies: list[GenerateBody]) -> list[GenerateBody]:
+    """Limits the token ids and the parts of all requests together."""
+    check_num_token_ids(each.prompt for each in bodies)
+    check_num_parts(chain.from_iterable(each.messages or () for each in bodies))
+    return bodies
+
+
 class CheckBody(FewErrors):
     """Requests of ``/generate``."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    requests: Annotated[list[GenerateBody], Field(max_length=MAX_CHECKED)]
+    requests: Annotated[list[GenerateBody], Field(max_length=MAX_CHECKED), AfterValidator(_few_in_all)]
 
 
 class CheckedBody(BaseModel):

@@ -27,7 +27,7 @@ class Hosts:
     """
 
     def __init__(self, options: ServeOptions, address: str):
-        self._names = {name.lower() for name in (*options.allow_hosts, options.host) if name}
+        self._names = {_spelled(name) for name in (*options.allow_hosts, options.host)} - {""}
         is_checked = bool(options.allow_hosts) or (not options.api_keys and _is_loopback(address))
         self._is_checked = is_checked and "*" not in self._names
 
@@ -36,7 +36,7 @@ class Hosts:
         if not self._is_checked or host is None:
             return
         found = _HOST.fullmatch(host.strip())
-        name = found[1].lower().rstrip(".") if found is not None else ""
+        name = _spelled(found[1]) if found is not None else ""
         if name not in self._names and not _is_here(name):
             raise ForbiddenError(
                 f"this server takes requests for localhost only, not for {host[:200]!r}; --allow-host NAME adds a name"
@@ -57,6 +57,11 @@ def warn_if_open(options: ServeOptions, address: str) -> None:
 def _is_loopback(address: str) -> bool:
     """Returns whether only programs on this machine reach ``address``, which is in numbers."""
     return ipaddress.ip_address(address).is_loopback
+
+
+def _spelled(name: str) -> str:
+    """Returns ``name`` as names are compared: a dot at its end says only that it is whole."""
+    return name.lower().rstrip(".")
 
 
 def _is_here(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints
@@ -34,10 +35,16 @@ Content = Annotated[
 ]
 
 
-def _few_parts(value: Any) -> Any:
-    contents = [each.get("content") for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+def check_num_parts(messages: Iterable[Any]) -> None:
+    """Raises ``PydanticCustomError`` if these have more than :data:`MAX_PARTS` parts together."""
+    contents = (each.get("content") for each in messages if isinstance(each, dict))
     if sum(len(content) for content in contents if isinstance(content, list)) > MAX_PARTS:
         raise PydanticCustomError("too_many_parts", "at most {max} parts in all messages together", {"max": MAX_PARTS})
+
+
+def _few_parts(value: Any) -> Any:
+    if isinstance(value, list):
+        check_num_parts(value)
     return value
 
 

@@ -19,6 +19,7 @@ from fastgen.serving.http.openai.validation import (
     Strict,
     TokenId,
     at_most,
+    check_num_token_ids,
     refused,
 )
 from fastgen.serving.http.openai.vllm import VllmChatFields, VllmFields
@@ -40,8 +41,7 @@ def _prompt(value: Any) -> Any:
     items = value if isinstance(value[0], (str, list)) else [value]
     if len(items) > MAX_PROMPTS:
         raise PydanticCustomError("too_many_prompts", "at most {max} prompts at once", {"max": MAX_PROMPTS})
-    if sum(len(item) for item in items if isinstance(item, list)) > MAX_TOKEN_IDS:
-        raise PydanticCustomError("too_many_token_ids", "at most {max} token ids in all", {"max": MAX_TOKEN_IDS})
+    check_num_token_ids(items)
     for item in items:
         is_text = isinstance(item, str)
         if not is_text and not (isinstance(item, list) and item and set(map(type, item)) == {int}):

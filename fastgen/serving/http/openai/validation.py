@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import (
@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from fastgen.serving.admission.request_limits import MAX_STOP_CHARACTERS
+from fastgen.serving.admission.request_limits import MAX_STOP_CHARACTERS, MAX_TOKEN_IDS
 
 MAX_INT32 = 2**31 - 1
 
@@ -59,6 +59,12 @@ def at_most(number: int) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
+
+
+def check_num_token_ids(prompts: Iterable[Any]) -> None:
+    """Raises ``PydanticCustomError`` if these have more than ``MAX_TOKEN_IDS`` token ids together."""
+    if sum(len(each) for each in prompts if isinstance(each, list)) > MAX_TOKEN_IDS:
+        raise PydanticCustomError("too_many_token_ids", "at most {max} token ids in all", {"max": MAX_TOKEN_IDS})
 
 
 @functools.cache
