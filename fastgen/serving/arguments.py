@@ -9,6 +9,7 @@ from typing import Any
 from fastgen.arguments import arguments_of, build
 from fastgen.errors import InvalidArgumentError
 from fastgen.options import LoadOptions
+from fastgen.other_servers import argument_hint
 from fastgen.serving.api_keys import ApiKeys
 from fastgen.serving.options import ServeOptions
 
@@ -34,4 +35,6 @@ def check_names(given: Mapping[str, Any]) -> None:
     """Raises ``InvalidArgumentError`` for a name that is no argument."""
     for name in given:
         if name not in _LOAD and name not in _SERVE:
-            raise InvalidArgumentError(f"{name!r} is neither an argument of fastgen.load nor one of serving")
+            advice = argument_hint(name, [*_LOAD, *_SERVE])
+            what = f"{name!r} is neither an argument of fastgen.load nor one of serving"
+            raise InvalidArgumentError(f"{what}. {advice}" if advice else what)

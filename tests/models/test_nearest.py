@@ -15,6 +15,7 @@ import fastgen
 from fastgen.errors import CheckpointError, RecipeError, UnknownArchitectureError
 from fastgen.models.checkpoint.builtins import BUILTINS
 from fastgen.models.checkpoint.checkpoint import Checkpoint
+from fastgen.models.checkpoint.kinds import quantized
 from fastgen.models.registry.nearest import fold, nearest_recipes
 from fastgen.models.registry.registry import find_recipe, list_recipes
 from fastgen.models.resolve.resolve import resolve
@@ -82,7 +83,8 @@ QUANTIZED = (
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "weight", "awq"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "qweight", "gptq"),
         ({}, "qweight", "layers.0.q.qweight"),
-        ({}, "scales", "layers.0.q.scales"),
+        ({"quantization_config": {"bits": 4, "quant_method": None}}, "weight", "quantization_config"),
+        ({}, "gate_up_proj_blocks", "layers.0.q.gate_up_proj_blocks"),
     ],
 )
 def test_quantized_weights_of_an_unknown_architecture_are_named(
@@ -100,6 +102,12 @@ def test_quantized_weights_of_an_unknown_architecture_are_named(
     with pytest.raises(CheckpointError) as refused:
         propose(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, [])
     assert f"no recipe can be proposed for this checkpoint. {QUANTIZED.format(how)}" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["head_scales", "logit_scales", "layers.0.scales", "skip_blocks", "num_blocks"])
+@pytest.mark.parametrize("stated", [None, {}])
+def test_plain_weights_are_not_taken_for_quantized_ones(name: str, stated: object) -> None:
+    assert quantized({"quantization_config": stated}, ["embed.weight", "layers.0.q.weight", name]) == ""
 
 
 def test_an_unknown_architecture_names_the_nearest_and_the_command(tmp_path: Path) -> None:

@@ -65,6 +65,11 @@ def test_an_argument_of_another_engine_is_answered_with_what_to_use(name: str, a
     with pytest.raises(TypeError) as refused:
         fastgen.load("tiny-llama", **{name: 1})
     assert str(refused.value).startswith(f"load() got an unexpected keyword argument '{name}'. {advice}")
+    with pytest.raises(InvalidArgumentError) as unknown:
+        check_names({name: 1})
+    assert str(unknown.value).startswith(
+        f"'{name}' is neither an argument of fastgen.load nor one of serving. {advice}"
+    )
 
 
 @pytest.mark.parametrize(

@@ -362,6 +362,44 @@ def test_requests_wait_for_none_where_no_thread_can_start(thread: FormatThread, 
     assert not thread.num_waiting
 
 
+def test_a_question_whose_format_is_kept_by_now_has_it_compiled_no_more(thread: FormatThread, grammars: Any) -> None:
+    events: list[str] = []
+    for number, each in enumerate((FIRST, SECOND)):
+        thread.check(number, each, partial(events.append, each.text))
+    thread.proceed()
+    grammars.keep(CompiledFormat(SECOND, None))
+    grammars.may_end.set()
+    proceed_until(thread, events, 2)
+    assert grammars.begun == [FIRST]
+
+
+def test_questions_of_an_owner_that_is_gone_are_forgotten(thread: FormatThread, grammars: Any) -> None:
+    events: list[str] = []
+    gone = object()
+    for number, each in enumerate((FIRST, SECOND, SECOND)):
+        thread.check(number, each, lambda: events.append("never"), owner=gone)
+    thread.check(9, THIRD, lambda: events.append("other"))
+    thread.proceed()
+    thread.cancel_all(gone)
+    assert thread.num_waiting == 1
+    grammars.may_end.set()
+    proceed_until(thread, events, 1)
+    assert events == ["other"]
+    assert SECOND not in grammars.begun
+
+
+def test_whether_there_is_room_is_asked_until_there_is_none(thread: FormatThread, grammars: Any) -> None:
+    """The question takes time, and thousands of formats may wait."""
+    asked: list[int] = []
+    grammars.used |= {FIRST, SECOND}
+    grammars.has_room = lambda num_in_use: bool(asked.append(num_in_use))
+    for number in range(50):
+        thread.when_compiled(number, ResponseFormat("regex", f"x{number}"), lambda: None)
+    asked.clear()
+    thread.proceed()
+    assert len(asked) <= 2
+
+
 def test_a_question_shares_a_compilation_and_keeps_it(thread: FormatThread, grammars: Any) -> None:
     events: list[str] = []
     for number, each in enumerate((FIRST, SECOND)):

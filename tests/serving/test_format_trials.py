@@ -213,7 +213,8 @@ class _PanicError(BaseException):
     [
         (RuntimeError("can't start new thread"), None),
         (MemoryError(), "response_format (regex) is refused: it takes more than 1024 MiB of memory to compile"),
-        (_PanicError("no such state"), "response_format (regex) is refused: no such state"),
+        (_PanicError("no such state"), "response_format (regex) is refused: _PanicError: no such state"),
+        (IndexError("of fastgen's own"), "response_format (regex) is refused: IndexError: of fastgen's own"),
     ],
 )
 def test_the_process_tells_what_is_of_the_format(

@@ -109,9 +109,9 @@ _HEADLESS: Final = _OtherModel(
 
 # Globs of tensors that only quantized weights have.
 _QUANTIZED: Final = (
-    *("*.qweight", "*.qzeros", "*.g_idx", "*.scales"),  # GPTQ, AWQ
+    *("*.qweight", "*.qzeros", "*.g_idx"),  # GPTQ, AWQ
     *("*.SCB", "*.absmax", "*.quant_map", "*.quant_state.*"),  # bitsandbytes
-    *("*.weight_scale", "*.weight_scale_inv", "*.weight_packed", "*_scales", "*_blocks"),  # fp8, int4, mxfp4
+    *("*.weight_scale", "*.weight_scale_inv", "*.weight_packed", "*_proj_scales", "*_proj_blocks"),  # fp8, int4, mxfp4
 )
 
 
@@ -168,8 +168,8 @@ def quantized(config: Mapping[str, Any], tensors: Iterable[str]) -> str:
     take instead; the text is empty if nothing shows them.
     """
     stated = config.get("quantization_config")
-    if isinstance(stated, Mapping):
-        method = str(stated.get("quant_method", "quantization_config"))
+    if isinstance(stated, Mapping) and stated:
+        method = str(stated.get("quant_method") or "quantization_config")
     else:
         method = next((name for name in tensors for glob in _QUANTIZED if fnmatchcase(name, glob)), "")
     return method and (

@@ -70,6 +70,11 @@ class KeptFormats:
         """Returns how much the heap has grown since :meth:`measure_from_here`."""
         return heap_bytes() - self._first_bytes
 
+    def drop_unused(self) -> None:
+        """Keeps no format but those of open requests."""
+        for response_format in [each for each, compiled in self._formats.items() if not compiled.users]:
+            del self._formats[response_format]
+
     def keep(self, compiled: CompiledFormat) -> None:
         """Keeps a format as the most recent one, and drops others if they are too many. Those in use are dropped
         without a look at the heap, which they stay in.

@@ -25,10 +25,11 @@ SLOW_TAKE_CPU_S = 0.005
 # Processor time for slow masks while requests wait for a slot, or for others' formats: ``MAX_SLOW_CPU_S`` at once, and
 # ``MAX_SLOW_SHARE`` of the time that passes. The answer whose mask exceeds that fails. Masks of one format are computed
 # one after the other, so many answers with slow masks would keep their slots for minutes or hours. A mask is slow if it
-# takes longer than ``FAST_MASK_CPU_S``, or if all that are due of its format would take longer than ``MAX_DUE_CPU_S``.
+# takes longer than ``FAST_MASK_CPU_S``, or if all that are due of its format are likely to take longer than
+# ``MAX_DUE_CPU_S`` together.
 MAX_SLOW_CPU_S = 10.0
 MAX_SLOW_SHARE = 0.25
-MAX_DUE_CPU_S = 0.1
+MAX_DUE_CPU_S = 0.5
 # Seconds that the engine waits to feed a token to a parser whose lexer computes another mask; and how long it does so
 # at once for all answers, and the share of the time that passes.
 MAX_TAKE_WAIT_S = 0.002
@@ -53,13 +54,15 @@ class _Allowance:
         self._spent_s = self._at_s = 0.0
 
     def spend(self, took_s: float) -> bool:
-        """Takes ``took_s``, or all that is left. Returns whether there is as much."""
+        """Takes ``took_s`` if there is as much. Returns whether there is."""
         with self._lock:
             now_s = time.monotonic()
             passed_s, self._at_s = now_s - self._at_s, now_s
-            spent_s = max(0.0, self._spent_s - self._share * passed_s) + took_s
-            self._spent_s = min(spent_s, self._most_s)
-            return spent_s <= self._most_s
+            self._spent_s = max(0.0, self._spent_s - self._share * passed_s)
+            if self._spent_s + took_s > self._most_s:
+                return False
+            self._spent_s += took_s
+            return True
 
 
 class MaskThreads:
@@ -87,11 +90,11 @@ class MaskThreads:
         """Counts the time of a token that was fed to a parser. Returns whether that is still within the limits."""
         return took_s <= SLOW_TAKE_CPU_S or self._taken.spend(took_s)
 
-    def may_be_slow(self, took_s: float, num_due: int) -> bool:
-        """Counts the time of a mask, one of ``num_due`` in its format that were due. Returns whether that is still
-        within the limits.
+    def may_be_slow(self, took_s: float, due_s: float) -> bool:
+        """Counts the time of a mask, where all that are due in its format are likely to take ``due_s``. Returns whether
+        that is still within the limits.
         """
-        is_slow = took_s > FAST_MASK_CPU_S or took_s * num_due > MAX_DUE_CPU_S
+        is_slow = took_s > FAST_MASK_CPU_S or due_s > MAX_DUE_CPU_S
         return not (is_slow and self.are_slots_wanted) or self._slow.spend(took_s)
 
     def acquire(self, lock: threading.Lock) -> bool:
@@ -132,10 +135,14 @@ class TurnThreads:
                 if queue:
                     self._queues[turn_of] = queue  # behind the others
                 self._under_way.add(turn_of)
-            if mask.set_running_or_notify_cancel():
-                mask.set_result(compute())
-            with self._lock:
-                self._under_way.remove(turn_of)
+            try:
+                if mask.set_running_or_notify_cancel():
+                    mask.set_result(compute())
+            except BaseException as error:  # the memory is over, for example
+                mask.set_exception(error)
+            finally:
+                with self._lock:
+                    self._under_way.remove(turn_of)
 
 
 def _num_threads() -> int:

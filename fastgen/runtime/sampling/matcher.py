@@ -34,6 +34,7 @@ MAX_SLOW_MASKS = 3
 MAX_AWAITED_CPU_S = 0.3
 # The beginning of the library's message where the lexer that all answers in a format share has reached a limit.
 _LEXER_ERROR = "lexer error"
+_WEIGHT_OF_LATEST = 0.05
 # The library's advice that callers cannot follow, or that misses the usual cause, and better advice.
 _ADVICE = {
     "Enable 'coerce_one_of' option to approximate oneOf with anyOf": "Use anyOf",
@@ -68,16 +69,18 @@ class CompiledFormat:
         self.lock = threading.Lock()
         # The constraints of requests that have not ended.
         self.users: WeakSet[Constraint] = WeakSet()
-        # How many masks are due: computed, or queued for that.
-        self.num_due = 0
-        self._counting = threading.Lock()
+        # The answers whose masks are due: computed, or queued for that.
+        self.due: set[Matcher] = set()
+        self._usual_mask_s = 0.0
         # Whether the lexer has reached a limit. Then all answers in this format fail, until it is compiled again.
         self.is_spoiled = False
 
-    def count_due(self, more: int) -> None:
-        """Counts masks that are due from now on, or no longer."""
-        with self._counting:
-            self.num_due += more
+    def due_s(self, took_s: float) -> float:
+        """Returns how long the masks that are due are likely to take, if the latest one ``took_s``. One that takes
+        longer than others says little about them.
+        """
+        self._usual_mask_s += _WEIGHT_OF_LATEST * (took_s - self._usual_mask_s)
+        return len(self.due) * self._usual_mask_s
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,14 +140,15 @@ class Matcher:
         threads = self._constraint.threads
         self._pool = threads.slow_threads if self._is_slow else threads.threads
         compiled = self._constraint.format
-        compiled.count_due(1)
+        compiled.due.add(self)
         try:
             if isinstance(self._pool, TurnThreads):
                 self._mask = self._pool.submit(compiled, self._compute)
             else:
                 self._mask = self._pool.submit(self._compute)
         except RuntimeError as error:  # no thread can start: only this sequence fails
-            compiled.count_due(-1)
+            self.drop()  # it is queued nevertheless
+            compiled.due.discard(self)
             self._mask = self._fail(error)
 
     def drop(self) -> None:
@@ -157,7 +161,7 @@ class Matcher:
         """Returns whether the computation of ``mask`` had not begun, and begins no longer."""
         is_cancelled = not mask.done() and mask.cancel()
         if is_cancelled:
-            self._constraint.format.count_due(-1)
+            self._constraint.format.due.discard(self)
         return is_cancelled
 
     def is_ready(self, deadline_s: float) -> bool:
@@ -282,7 +286,7 @@ class Matcher:
             with self._constraint.format.lock:
                 return self._constraint.source.mask_of(()) if self._is_dropped else self._compute_alone()
         finally:
-            self._constraint.format.count_due(-1)
+            self._constraint.format.due.discard(self)
 
     def _compute_alone(self) -> Mask:
         try:
@@ -300,7 +304,7 @@ class Matcher:
                 raise TimeoutError(
                     f"of {MAX_SLOW_MASKS + 1} tokens each took more than {MAX_MASK_CPU_S:g} s of processor time"
                 )
-            if not self._constraint.threads.may_be_slow(took_s, self._constraint.format.num_due):
+            if not self._constraint.threads.may_be_slow(took_s, self._constraint.format.due_s(took_s)):
                 raise TimeoutError(
                     f"slow masks took more than {MAX_SLOW_CPU_S:g} s of processor time while requests waited for a slot"
                 )

@@ -117,9 +117,12 @@ class Grammars:
 
         Formats grow with their answers, so the heap is looked at too.
         """
-        num_in_use += self._kept.num_spoiled
-        is_within = self._kept.grown_bytes < self.max_in_use * FORMAT_BYTES or num_in_use < LEAST_IN_USE
-        return num_in_use < self.max_in_use and is_within
+        if num_in_use >= self.max_in_use or (num_in_use := num_in_use + self._kept.num_spoiled) >= self.max_in_use:
+            return False
+        if num_in_use < LEAST_IN_USE or self._kept.grown_bytes < (most := self.max_in_use * FORMAT_BYTES):
+            return True
+        self._kept.drop_unused()
+        return self._kept.grown_bytes < most
 
     def keep(self, compiled: CompiledFormat) -> None:
         """Keeps a compiled format for later requests."""

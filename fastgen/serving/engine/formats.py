@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.response_format import ResponseFormat
@@ -37,6 +38,14 @@ class _Waiting:
     compiled: CompiledFormat | None = None
 
 
+class _Question(NamedTuple):
+    """A question whether a format can be compiled, what to do then, and whose it is."""
+
+    response_format: ResponseFormat
+    then: Callable[[], None]
+    owner: object
+
+
 class FormatThread:
     """Compiles formats one after the other, at low priority, while requests wait for theirs. Open requests have a
     limited number of formats at once, since each takes memory until its last request ends; requests with others wait.
@@ -56,7 +65,7 @@ class FormatThread:
         self._ready: dict[int, _Waiting] = {}
         # Questions whether formats can be compiled, by number, and what to do then. One format at a time is compiled
         # for them, so that a request waits for one at most.
-        self._checks: dict[int, tuple[ResponseFormat, Callable[[], None]]] = {}
+        self._checks: dict[int, _Question] = {}
         self._checking: tuple[ResponseFormat, Future[CompiledFormat]] | None = None
         # The formats in use because of which others waited when that was last looked at; ``None`` if a request has come
         # or gone since.
@@ -98,7 +107,9 @@ class FormatThread:
             self._compiling[response_format] = self._compilation(grammars, response_format)
         self._wait(number, _Waiting(response_format, then, until_s, owner, time.monotonic()))
 
-    def check(self, number: int, response_format: ResponseFormat | None, then: Callable[[], None]) -> None:
+    def check(
+        self, number: int, response_format: ResponseFormat | None, then: Callable[[], None], *, owner: object = None
+    ) -> None:
         """Calls ``then`` for question ``number`` when it is known whether the format can be compiled: now, or in a
         later :meth:`proceed`. It is compiled for that, whatever is in use.
         """
@@ -106,7 +117,7 @@ class FormatThread:
         if grammars is None or response_format is None or grammars.kept(response_format) is not None:
             then()
             return
-        self._checks[number] = response_format, then
+        self._checks[number] = _Question(response_format, then, owner)
 
     def cancel(self, number: int) -> None:
         """Forgets request or question ``number``, if it waits."""
@@ -117,8 +128,9 @@ class FormatThread:
             self._leave(number)
 
     def cancel_all(self, owner: object) -> None:
-        """Forgets the requests of ``owner`` that wait."""
-        waiting = [each for requests in (*self._waiting.values(), self._ready) for each in requests.items()]
+        """Forgets the requests and questions of ``owner`` that wait."""
+        waiting: list[tuple[int, _Waiting | _Question]] = [*self._requests.items(), *self._ready.items()]
+        waiting += self._checks.items()
         for number, each in waiting:
             if each.owner is owner:
                 self.cancel(number)
@@ -146,16 +158,23 @@ class FormatThread:
             self._checking = None
             if compiling.exception() is None:
                 grammars.keep(compiling.result())
-            asked = [number for number, (each, _) in self._checks.items() if each == response_format]
-            for number in asked:
-                self._checks.pop(number)[1]()
-        if self._checks and self._checking is None:
-            response_format, _ = next(iter(self._checks.values()))
-            self._checking = response_format, self._compilation(grammars, response_format)
+            for number, each in list(self._checks.items()):
+                if each.response_format == response_format:
+                    del self._checks[number]
+                    each.then()
+        while self._checks and self._checking is None:
+            number, asked = next(iter(self._checks.items()))
+            if grammars.kept(asked.response_format) is None:
+                self._checking = asked.response_format, self._compilation(grammars, asked.response_format)
+            else:
+                del self._checks[number]
+                asked.then()
 
     def _end_check(self) -> None:
         """Ends the compilation for questions if nobody asks any more and no request shares it."""
-        if self._checking is not None and all(each != self._checking[0] for each, _ in self._checks.values()):
+        if self._checking is not None and all(
+            each.response_format != self._checking[0] for each in self._checks.values()
+        ):
             if self._checking[0] not in self._compiling:
                 self._checking[1].cancel()
             self._checking = None
@@ -181,10 +200,13 @@ class FormatThread:
         used = self._in_use(grammars)
         if used == self._used and not grammars.has_room(len(used)):
             return
+        has_room = True
         for response_format, requests in list(self._waiting.items()):
             if response_format in self._compiling:
                 continue
-            if (response_format in used and not is_held) or grammars.has_room(len(used)):
+            is_shared = response_format in used and not is_held
+            has_room = has_room and (is_shared or grammars.has_room(len(used)))
+            if is_shared or has_room:
                 used.add(response_format)
                 compiled = grammars.kept(response_format)
                 if compiled is None:

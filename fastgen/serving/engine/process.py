@@ -306,7 +306,7 @@ class EngineLoop:
         with contextlib.suppress(Exception):  # `refusal` finds the same error
             response_format = self._samplings.unpack(asked.sampling).response_format
         then = partial(self._reply, connection, asked.number, refusal)
-        self._formats.check(asked.number, response_format, then)
+        self._formats.check(asked.number, response_format, then, owner=connection)
 
     def _drop(self, opened: _Open) -> None:
         """Forgets the request: nothing more is to be reported for it."""

@@ -257,7 +257,10 @@ class GrpcServer:
         self._listening = listening(port) - others
         self._ending_slow = asyncio.create_task(self._sending.end_slow(port))
         self._service.metrics.grpc_connections.set_function(lambda: num_connections(port))
-        self.address = f"{host}:{port}" if self._options.tls_cert is None else f"grpcs://{host}:{port}"
+        # A certificate may be for the name alone. Other spellings, such as `127.1`, are no names.
+        is_name = self._options.host[:1].isalpha() and ":" not in self._options.host
+        announced = f"{self._options.host if is_name else host}:{port}"
+        self.address = announced if self._options.tls_cert is None else f"grpcs://{announced}"
 
     def _listen(self, server: grpc.aio.Server, address: str) -> int:
         certificate, key = self._options.tls_cert, self._options.tls_key

@@ -76,7 +76,7 @@ def _nearest(name: str, known: frozenset[str]) -> str:
     """Returns the question whether the nearest known name is meant, if one is near; not for a name as long as a text,
     which would take long to compare.
     """
-    near = difflib.get_close_matches(name, sorted(known), n=1) if len(name) <= _LONGEST_NAME else []
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8) if len(name) <= _LONGEST_NAME else []
     return f"did you mean {near[0]!r}?" if near else ""
 
 

@@ -35,10 +35,10 @@ def begin(beginning: bytes) -> Callable[[bytes], bytes]:
             return refused(
                 response_format.kind, f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory to compile"
             )
-        except Exception:
+        except RuntimeError:  # the system has no thread, for example
             raise  # it says nothing of the format, and ends this process
         except BaseException as error:  # a panic of the library is no ``Exception``
-            return refused(response_format.kind, str(error))
+            return refused(response_format.kind, f"{type(error).__name__}: {error}")
         return None
 
     def answer(request: bytes) -> bytes:
