@@ -17,7 +17,7 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.options import LoadOptions
 from fastgen.runtime import config
 from fastgen.runtime.scheduling.waiting_queue import DEFAULT_AGING_S
-from fastgen.serving.arguments import sort_arguments
+from fastgen.serving.arguments import check_names, sort_arguments
 from fastgen.serving.options import ServeOptions
 from tools.argument_tables import DOCS, TABLES, with_table
 
