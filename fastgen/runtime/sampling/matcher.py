@@ -34,7 +34,7 @@ MAX_SLOW_MASKS = 3
 MAX_AWAITED_CPU_S = 0.3
 # The beginning of the library's message where the lexer that all answers in a format share has reached a limit.
 _LEXER_ERROR = "lexer error"
-_WEIGHT_OF_LATEST = 0.05
+_WEIGHT_OF_LATEST = 0.01
 # The library's advice that callers cannot follow, or that misses the usual cause, and better advice.
 _ADVICE = {
     "Enable 'coerce_one_of' option to approximate oneOf with anyOf": "Use anyOf",
