@@ -44,7 +44,7 @@ class Rank:
         self.kernel = SymmetricSumKernel(kernels, self.memory, index)
 
     def parts(self, seed: int, *shape: int) -> list[Tensor]:
-        """What each rank has; sums in another order than that of the ranks would have other bits."""
+        """Returns each rank's part. Sums in another order than that of the ranks have other bits."""
         generator = torch.Generator().manual_seed(seed)
         drawn = [torch.randn(shape, generator=generator) * 100.0**index for index in range(self.ranks.count)]
         return [each.to(self.dtype) for each in drawn]
@@ -120,7 +120,7 @@ def trial(rank: Rank) -> str:
 
 
 def ending(rank: Rank) -> str:
-    """A rank that waits for another one which does not come goes on when it is told to."""
+    """A rank waits for another that does not come, and stops waiting when its memory ends."""
     x = torch.ones(8, dtype=rank.dtype)
     if rank.ranks.index == 0:
         threading.Timer(0.5, rank.memory.end).start()

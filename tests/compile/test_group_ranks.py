@@ -155,6 +155,20 @@ def test_the_kernel_adds_in_the_order_of_the_ranks(
         assert (found[-1] == -7).all(), "it writes nothing behind its numbers"
 
 
+def captured(step: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
+    """Returns ``step`` as a CUDA graph; it has run once before."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        step()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        step()
+        graph.capture_end()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return graph
+
+
 @pytest.mark.gpu
 def test_a_captured_sum_of_one_rank(tmp_path: Path) -> None:
     """NCCL's exchanges are part of a CUDA graph, which reads what stands there when it is replayed."""
@@ -170,15 +184,7 @@ def test_a_captured_sum_of_one_rank(tmp_path: Path) -> None:
         Gather(ranks, 1)(x, logits)
         ranks.broadcast(token_ids)
 
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        step()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        step()
-        graph.capture_end()
-    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = captured(step, device)
     for turn in range(1, 4):
         x.fill_(turn)
         logits.zero_()

@@ -27,11 +27,12 @@ from fastgen.compile.host.symmetric_memory import HALF_BYTES, SymmetricMemory
 from fastgen.compile.ops.overlap import overlapped
 from fastgen.compile.ops.ranks.triton import SymmetricSumKernel, symmetric_sum_spec
 from fastgen.errors import InvalidArgumentError
+from tests.compile.test_group_ranks import captured
 from tests.fast import cases
 
 
 def run_ranks(what: str, count: int, dtype: str, directory: Path) -> list[str]:
-    """What each rank prints; each is a process."""
+    """Runs each rank as a process. Returns what each prints."""
     command = [sys.executable, "-m", "tests.compile.symmetric_rank", what, str(directory)]
     path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *filter(None, sys.path)])
     environment = os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "1"}
@@ -128,7 +129,7 @@ def test_how_ranks_add_is_chosen_by_a_variable(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.gpu
 def test_a_captured_sum_of_one_rank_through_memory(tmp_path: Path) -> None:
-    """What torch maps can be reached from kernels of a CUDA graph."""
+    """Kernels of a CUDA graph reach the memory that torch maps."""
     device = torch.device("cuda", 0)
     ranks = open_group(MeetingPoint("nccl", tmp_path / "meeting", "symmetric"), 0, 1, device)
     assert ranks.symmetric is not None
@@ -142,15 +143,7 @@ def test_a_captured_sum_of_one_rank_through_memory(tmp_path: Path) -> None:
             add(x, shots)
             x.mul_(2)
 
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        step()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        step()
-        graph.capture_end()
-    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = captured(step, device)
     for turn in range(1, 4):
         x.fill_(turn)
         graph.replay()

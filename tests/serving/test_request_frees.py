@@ -1,4 +1,4 @@
-"""What a request holds is free once it is answered or refused, and not only when garbage is collected."""
+"""The memory of a request is freed once it is answered or refused, without a garbage collection."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ A tokenizer is data, but its rules may rewrite a text again and again: six rules
 costs time and memory of the process that reads the text, so such a tokenizer is refused when it is loaded. Others may
 take long for some texts: the time of a regular expression may grow with a high power of the text's length, and the time
 of long tokens with the product of both lengths. :func:`may_encode_slowly` tells which, and a server encodes texts by
-them in another process. Nothing can be told of a tokenizer in Python, so a server takes none.
+them in another process. The time of a tokenizer in Python is not known beforehand, so a server takes none.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class EngineClient:
             return await answer
         finally:
             self._asked.pop(message.number, None)
-            if answer.cancelled() and self.state == "ready":  # nobody waits for it any more
+            if answer.cancelled() and self.state == "ready":  # the caller has given up
                 with contextlib.suppress(UnavailableError):
                     self.process.send(Cancel(message.number))
 

@@ -171,7 +171,7 @@ class FormatThread:
                 asked.then()
 
     def _end_check(self) -> None:
-        """Ends the compilation for questions if nobody asks any more and no request shares it."""
+        """Ends the compilation for questions if no question is left for its format and no request shares it."""
         if self._checking is not None and all(
             each.response_format != self._checking[0] for each in self._checks.values()
         ):

@@ -18,8 +18,6 @@ from fastgen.compile.ops.ranks.reference import sum_parts
 _UNIT = 16  # bytes; kernels move whole units through symmetric memory
 # Writes the sum of ``parts [n, ...]`` to ``out [...]``, added in their order in fp32.
 AddParts = Callable[[Tensor, Tensor], None]
-
-
 # Replaces a contiguous ``x`` of at most ``HALF_BYTES`` bytes by its sum, in so many shots.
 AddThroughMemory = Callable[[Tensor, int], None]
 # The shots of messages of all sizes, where nothing is measured: one below 256 KiB.
