@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -49,6 +50,8 @@ ENGINE_TIMEOUT_S = 60.0
 _COUNT_S = 2.0
 # The most of the event loop's time that the encoding of large answers takes, together with the texts of given ids.
 _SHARE_OF_LARGE_ANSWERS = 0.125
+# Token ids whose text is large, a megabyte or more for some tokenizers; and how many such texts are made at once.
+_MANY_IDS, _LARGE_TEXTS_AT_ONCE = 50_000, 2
 
 
 class Service:
@@ -83,6 +86,7 @@ class Service:
         self._is_draining = False
         # In which large answers are encoded, and texts of given token ids are made.
         self.turns = Turns(1, share=_SHARE_OF_LARGE_ANSWERS)
+        self._large_texts = asyncio.Semaphore(_LARGE_TEXTS_AT_ONCE)
         self.recent = RecentRequests()
 
     @property
@@ -108,6 +112,12 @@ class Service:
     @property
     def metrics(self) -> ServerMetrics:
         return self._watch.metrics
+
+    def making_text(self, num_ids: int) -> AbstractAsyncContextManager[None]:
+        """Returns what is entered to make a text of so many token ids. Few large ones are made at once: as many as
+        clients ask for would grow side by side.
+        """
+        return self._large_texts if num_ids > _MANY_IDS else nullcontext()
 
     def info(self) -> dict[str, Any]:
         """Returns what is served and its sizes. Raises ``UnavailableError`` while they are not known."""

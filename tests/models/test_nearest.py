@@ -35,6 +35,15 @@ def test_indices_are_folded_from_the_front() -> None:
     assert fold("a.1.experts.2.c.3.weight") == "a.{layer}.experts.{expert}.c.3.weight"
 
 
+def test_layers_in_stages_are_compared_too() -> None:
+    """No tensor has one index only, so that nothing says how many layers there are."""
+    shapes = {f"stages.{stage}.{layer}.weight": (8, 8) for stage in range(2) for layer in range(3)}
+    assert (
+        nearest_recipes({"hidden_size": 8}, shapes, [find_recipe({"architectures": ["LlamaForCausalLM"]})])[0].explained
+        == 0
+    )
+
+
 def test_only_the_index_of_an_expert_is_called_so() -> None:
     norm_of_a_head = "layers.{layer}.self_attn.q_layernorm.norms.{index}.weight"
     assert fold("layers.0.self_attn.q_layernorm.norms.3.weight") == norm_of_a_head

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from itertools import count
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -400,3 +401,20 @@ def test_a_question_that_nobody_waits_for_is_cancelled(monkeypatch: pytest.Monke
     assert [type(each) for each in sent] == [Check, Cancel, Check]
     assert isinstance(sent[1], Cancel)
     assert sent[1].number == 7
+
+
+def test_the_memory_of_formats_is_looked_at_with_each_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SimulatedServer(
+        StepCost.linear(step_s=0.01, token_s=0.0), token_budget=64, max_num_seqs=4, num_blocks=64
+    ).engine
+    looks, turns = list[int](), count()
+    engine.grammars = SimpleNamespace(  # type: ignore[assignment]
+        prepare=lambda: None, slots_are_wanted=lambda are_wanted: None, limit_memory=lambda: looks.append(1)
+    )
+    monkeypatch.setattr(engine_process, "STATUS_S", 0.0)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
+        ours.bind("inproc://engine")
+        theirs.connect("inproc://engine")
+        ours.send(encoder.encode(Submit(1, [5, 6], {"max_new_tokens": 20, "ignore_eos": True}, True)))
+        engine_process.EngineLoop(engine, theirs, is_orphan=lambda: next(turns) == 5).run()
+    assert len(looks) == 5

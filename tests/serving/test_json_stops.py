@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from fastgen.serving.admission.json_limits import FREE_BYTES, check_json_sizes
-from fastgen.serving.garbage import rarely_collected
+from fastgen.serving.garbage import collected_by_hand
 from fastgen.serving.http import json_route
 from fastgen.serving.http.app import create_app
 from fastgen.serving.http.generate import generate_routes
@@ -103,7 +103,7 @@ def test_the_largest_bodies_stop_the_loop_no_longer_than_their_parser(app: Any, 
     assert len(body) > FREE_BYTES
     check_json_sizes([body])
     stops_s, parses_s = [], []
-    with rarely_collected():  # as in a server
+    with collected_by_hand():  # as in a server
         for _ in range(NUM_TRIES):
             stops_s.append(longest_stop_s(app, path, body))
             parses_s.append(time_of(lambda: msgspec.json.decode(body)))
@@ -122,7 +122,7 @@ def test_the_largest_arguments_of_calls_stop_the_loop_no_longer_than_their_parse
         asked = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
     body = msgspec.json.encode({"model": "scripted", "unknown": 1} | asked)
     stops_s, parses_s = [], []
-    with rarely_collected():
+    with collected_by_hand():
         for _ in range(NUM_TRIES):
             stops_s.append(longest_stop_s(app, path, body))
             parses_s.append(time_of(lambda: msgspec.json.decode(text)))

@@ -314,6 +314,7 @@ def test_the_documented_prompts_are_those_that_are_taken(prompt: Any) -> None:
         ({"x" * 300: 1}, "x" * 200, "x" * 200 + ": this field is not known"),
         ({"temprature": 1}, "temprature", "temprature: this field is not known; did you mean 'temperature'?"),
         ({"inputs": "a", "parameters": {}}, "inputs", "inputs: this field is not known"),
+        ({"sufix": "a"}, "sufix", "sufix: this field is not known"),  # and `suffix` would be refused
         (
             {"stream_options": {"include_usages": True}},
             "stream_options.include_usages",

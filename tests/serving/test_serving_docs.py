@@ -84,7 +84,11 @@ def test_the_table_of_bounds_without_a_flag_has_their_numbers() -> None:
         "a schema as a text, in characters": [response_format.MAX_CHARACTERS],
         "lexer states of a compiled format": [structured_output._LIMITS["max_lexer_states"]],
         "kept formats": [kept_formats.MAX_KEPT, kept_formats.MOST_BYTES / mib],
-        "formats of open requests": [100 / kept_formats._SHARE_IN_USE, kept_formats.FORMAT_BYTES / mib],
+        "formats of open requests": [
+            100 / kept_formats._SHARE_IN_USE,
+            kept_formats.FORMAT_BYTES / mib,
+            kept_formats.MOST_GROWTH,
+        ],
         "masks while requests wait for a slot": [
             1000 * mask_threads.FAST_MASK_CPU_S,
             1000 * mask_threads.MAX_DUE_CPU_S,

@@ -25,7 +25,7 @@ def test_below_the_memory_ledger_stands_what_requests_may_take(
         "memory of m:",
         "total 3 MiB",
         "requests may take beside that, at most: log-probabilities 64.00 MiB, bodies by HTTP 256.00 MiB, "
-        "their formats 240.00 MiB",
+        "their formats 480.00 MiB",
     ]
 
 

@@ -292,10 +292,8 @@ def _numbers_from_shapes(config: Mapping[str, Any], found: list[_Folded]) -> dic
     inside = [each for each in found if _LAYER in each.name]
     tables = [each.shape for each in found if _LAYER not in each.name and len(each.shape) == 2]
     by_shape: dict[str, Any] = {}
-    if inside:
-        by_shape["num_layers"] = Counter(each.count for each in inside if each.name.count("{") == 1).most_common(1)[0][
-            0
-        ]
+    if counts := Counter(each.count for each in inside if each.name.count("{") == 1):
+        by_shape["num_layers"] = counts.most_common(1)[0][0]
     if tables:
         by_shape["vocab_size"], by_shape["hidden_size"] = max(tables, key=math.prod)
     hidden, heads = stated("hidden_size") or by_shape.get("hidden_size"), stated("num_heads")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import cache
 from weakref import WeakSet, WeakValueDictionary
 
 from fastgen.runtime.requests.response_format import ResponseFormat
@@ -17,6 +19,9 @@ MOST_BYTES = 128 << 20
 _SHARE_OF_MEMORY = 64
 # Formats of open requests may take a 16th of the machine's memory. A few are always served.
 _SHARE_IN_USE, LEAST_IN_USE = 16, 4
+# By how much they may exceed that together, since they grow with their answers, and other memory of the engine counts
+# too. Beyond that the answers in one of them fail.
+MOST_GROWTH = 2
 
 
 def most_kept_bytes(memory_bytes: int) -> int:
@@ -70,6 +75,16 @@ class KeptFormats:
         """Returns how much the heap has grown since :meth:`measure_from_here`."""
         return heap_bytes() - self._first_bytes
 
+    def shed(self) -> None:
+        """Spoils the format in use that has grown for the longest time, unless the answers in another one are ending
+        for that. What no request uses is dropped first.
+        """
+        self.drop_unused()
+        in_use = [each for each in self._all if each.users]
+        if in_use and not any(each.is_too_large for each in in_use):
+            largest = max(in_use, key=lambda each: each.masks_cpu_s)
+            largest.is_spoiled = largest.is_too_large = True
+
     def drop_unused(self) -> None:
         """Keeps no format but those of open requests."""
         for response_format in [each for each, compiled in self._formats.items() if not compiled.users]:
@@ -100,10 +115,19 @@ class _MallInfo(ctypes.Structure):
 
 def heap_bytes() -> int:
     """Returns the bytes that this process has allocated from the C library; 0 for one that does not say."""
+    mallinfo = _mallinfo()
+    if mallinfo is None:
+        return 0
+    found = mallinfo()
+    return int(found.uordblks) + int(found.hblkhd)
+
+
+@cache
+def _mallinfo() -> Callable[[], _MallInfo] | None:
+    """Returns the C library's ``mallinfo2``, if it has one."""
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError, TypeError):
-        return 0
+        return None
     mallinfo.restype = _MallInfo
-    found = mallinfo()
-    return int(found.uordblks) + int(found.hblkhd)
+    return mallinfo

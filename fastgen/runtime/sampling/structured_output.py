@@ -35,7 +35,14 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.sampling.finite.emptiness import Emptiness
 from fastgen.runtime.sampling.finite.grammar import finite_grammar
 from fastgen.runtime.sampling.finite.schema import finite_schema
-from fastgen.runtime.sampling.kept_formats import FORMAT_BYTES, LEAST_IN_USE, MAX_KEPT, MOST_BYTES, KeptFormats
+from fastgen.runtime.sampling.kept_formats import (
+    FORMAT_BYTES,
+    LEAST_IN_USE,
+    MAX_KEPT,
+    MOST_BYTES,
+    MOST_GROWTH,
+    KeptFormats,
+)
 from fastgen.runtime.sampling.large_stack import on_large_stack
 from fastgen.runtime.sampling.mask_threads import MaskThreads
 from fastgen.runtime.sampling.matcher import CompiledFormat, Constraint, message_of
@@ -123,6 +130,11 @@ class Grammars:
             return True
         self._kept.drop_unused()
         return self._kept.grown_bytes < most
+
+    def limit_memory(self) -> None:
+        """Lets the answers in one format fail if formats have grown to more than open requests may have."""
+        if self._kept.grown_bytes > MOST_GROWTH * self.max_in_use * FORMAT_BYTES:
+            self._kept.shed()
 
     def keep(self, compiled: CompiledFormat) -> None:
         """Keeps a compiled format for later requests."""
@@ -276,7 +288,9 @@ def optional_runs(schema: object) -> Iterator[list[str]]:
         properties = part.get("properties")
         if not isinstance(properties, dict) or len(properties) < _MANY_PROPERTIES:
             continue
-        required = part.get("required", ())
+        required = part.get("required")
+        if not isinstance(required, list):  # none, or what looks like a schema is in an example
+            required = []
         required = frozenset(each for each in required if isinstance(each, str))
         runs = [list(run) for is_required, run in groupby(properties, required.__contains__) if not is_required]
         longest = max(runs, key=len, default=[])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastgen.runtime.sampling.kept_formats import FORMAT_BYTES, most_in_use
+from fastgen.runtime.sampling.kept_formats import FORMAT_BYTES, MOST_GROWTH, most_in_use
 from fastgen.serving.admission.bodies import max_bytes
 from fastgen.serving.admission.request_limits import max_logprob_bytes
 from fastgen.serving.options import ServeOptions
@@ -20,6 +20,6 @@ def request_memory(options: ServeOptions, memory_bytes: int) -> str:
     sizes = {"log-probabilities": max_logprob_bytes(memory_bytes), "bodies by HTTP": bodies_bytes}
     if options.grpc_port is not None:
         sizes["bodies by gRPC"] = GRPC_PARTS * bodies_bytes
-    sizes["their formats"] = FORMAT_BYTES * most_in_use(memory_bytes)
+    sizes["their formats"] = MOST_GROWTH * FORMAT_BYTES * most_in_use(memory_bytes)
     parts = ", ".join(f"{what} {size / 2**20:,.2f} MiB" for what, size in sizes.items())
     return f"requests may take beside that, at most: {parts}"

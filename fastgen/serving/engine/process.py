@@ -57,7 +57,7 @@ from fastgen.serving.engine.messages import (
 )
 from fastgen.serving.engine.packed_logprobs import pack
 from fastgen.serving.engine.recordings import Recordings
-from fastgen.serving.garbage import rarely_collected
+from fastgen.serving.garbage import collect, collected_by_hand
 from fastgen.serving.monitoring.live import live_view
 from fastgen.serving.monitoring.log import set_up_logging_of_engine
 from fastgen.serving.monitoring.log_file import move_output_to_log
@@ -174,7 +174,7 @@ class EngineLoop:
         self._reported_s, self._streamed_s, self._is_stopped = 0.0, 0.0, False
 
     def run(self) -> None:
-        """Repeats until stopped: receive messages, run a step, report."""
+        """Repeats until stopped: receive messages, run a step, report, collect garbage."""
         while not self._is_stopped and not self._is_orphan():
             self._receive()
             if self._engine.has_work:
@@ -184,6 +184,7 @@ class EngineLoop:
                 self._engine.step()
                 self._num_steps += 1
             self._report()
+            collect()
             if self._engine.lost is not None:
                 raise RankError(self._engine.lost)
         self._formats.close()
@@ -348,6 +349,8 @@ class EngineLoop:
             connection.report(status if connection is self._connections.parent else None)
         if status is not None:
             self._reported_s = now_s
+            if self._engine.grammars is not None:
+                self._engine.grammars.limit_memory()
 
     def _status(self) -> Status:
         scheduler = self._engine.scheduler
@@ -398,7 +401,7 @@ def main() -> None:
             socket.send(encoder.encode(LoadFailed(str(error))))
             sys.exit(1)
         move_output_to_log()
-        with rarely_collected():
+        with collected_by_hand():
             socket.send(encoder.encode(Ready(_facts(llm, str(directory), time.monotonic() - began_s))))
             engine, model = llm.release_engine(), str(arguments["model"])
             try:

@@ -53,8 +53,10 @@ from fastgen.serving.refusals import (
     RequestTimeoutError,
     TooLargeError,
     UnauthorizedError,
+    UnavailableError,
 )
 from fastgen.serving.service import Running, Service
+from fastgen.serving.threads import on_thread
 
 # How long a server that is left answers the calls of connections that it has accepted: longer than a client takes from
 # there to its first call.
@@ -67,6 +69,7 @@ _REASONS: dict[type[RefusedError], Refusal] = {
     RequestTimeoutError: "body_time",
     OverloadedError: "bodies",
     TooLargeError: "body_size",
+    UnavailableError: "unavailable",
 }
 
 
@@ -88,8 +91,8 @@ class GenerationServicer:
         """Yields the request of a call, a message of ``kind``, once the call has shown its API key, or what ends the
         server. Its bytes count until the context is left.
 
-        Raises ``UnauthorizedError``, ``RequestTimeoutError``, ``OverloadedError``, ``TooLargeError`` and
-        ``InvalidArgumentError``.
+        Raises ``UnauthorizedError``, ``RequestTimeoutError``, ``OverloadedError``, ``TooLargeError``,
+        ``UnavailableError`` and ``InvalidArgumentError``.
         """
         with CountedBody(self._bodies) as body:
             try:
@@ -98,7 +101,7 @@ class GenerationServicer:
                 encoded = await self._receiving.first(requests)
                 body.count(len(encoded))
                 if len(encoded) > FREE_BYTES:
-                    await asyncio.to_thread(check_num_fields, encoded, kind.DESCRIPTOR)
+                    await on_thread(partial(check_num_fields, encoded, kind.DESCRIPTOR))
             except RefusedError as error:
                 self._service.metrics.refused(_REASONS[type(error)])
                 raise
@@ -176,7 +179,7 @@ class GenerationServicer:
         """Returns the token ids of the prompt and the sampling parameters. A large request takes long, so it is read on
         other threads.
         """
-        sampling = await asyncio.to_thread(self._sampling, request)
+        sampling = await on_thread(partial(self._sampling, request))
         return await encode(request), sampling
 
     def _sampling(self, request: Any) -> SamplingParams:
@@ -193,14 +196,14 @@ class GenerationServicer:
                 return await in_turn(codec.encode_plain, lambda: codec.encode(request.text))
             case "token_ids":
                 _check_num_ids([request])
-                return await asyncio.to_thread(lambda: codec.encode(list(request.token_ids.ids)))
+                return await on_thread(lambda: codec.encode(list(request.token_ids.ids)))
             case _:
                 raise InvalidArgumentError("prompt: text or token_ids must be set")
 
     async def _encode_chat(self, request: Any) -> list[int]:
         if (number := len(request.messages)) > MAX_MESSAGES:
             raise TooLargeError(f"messages: this server takes at most {MAX_MESSAGES} messages, not {number}")
-        return await encode_chat(self._service.codec, await asyncio.to_thread(messages.conversation, request))
+        return await encode_chat(self._service.codec, await on_thread(partial(messages.conversation, request)))
 
 
 class GrpcServer:

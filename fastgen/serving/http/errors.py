@@ -76,7 +76,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         (415, "The body is compressed"),
         (429, "The server has as much to do as it takes; Retry-After says when to come again"),
         (500, "The request failed while it ran"),
-        (503, "The server is starting, or ending"),
+        (
+            503,
+            "The server is starting or ending, or the system has no thread for it; Retry-After says when to come again",
+        ),
     )
 }
 NOT_JSON = "the body was not read: send JSON, with 'content-type: application/json'"

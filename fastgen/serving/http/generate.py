@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
@@ -40,6 +39,7 @@ from fastgen.serving.isolated.queue import in_turn
 from fastgen.serving.isolated.texts import encode_chat
 from fastgen.serving.refusals import BadRequestError
 from fastgen.serving.service import Running, Service
+from fastgen.serving.threads import on_thread
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -226,7 +226,7 @@ async def _read(service: Service, body: GenerateBody) -> tuple[list[int], Sampli
         return body.sampling(codec.default_sampling)
 
     if messages is not None and prompt is None:
-        given = await asyncio.to_thread(sampling)
+        given = await on_thread(sampling)
         return await encode_chat(codec, messages), given
     if prompt is not None and messages is None:
         encode = codec.encode_plain if isinstance(prompt, str) else codec.encode  # ids are only checked

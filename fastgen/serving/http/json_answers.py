@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, takewhile
 from typing import Any, Generic, TypeVar
 
@@ -13,9 +13,12 @@ from starlette.responses import Response
 
 from fastgen.serving.admission.turns import Turns
 from fastgen.serving.engine.packed_logprobs import PIECE_POSITIONS, PackedLogprobs
+from fastgen.serving.threads import on_thread
 
 Item = TypeVar("Item")
+_Made = TypeVar("_Made")
 
+_LARGE = ThreadPoolExecutor(1, "large-answer")
 _LINE_ENDS = [(end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029"]
 # Numbers or texts that are encoded at once, and other items of a list.
 _PIECE_VALUES, _PIECE_ITEMS = 1024, 32
@@ -60,13 +63,20 @@ async def large_event_of(body: Any, turns: Turns) -> bytes:
 
 async def json_response(make: Callable[[], Any], turns: Turns, *, is_large: bool) -> Response:
     """Returns a response with the value of ``make()`` as JSON. A large one is made on another thread, and encoded in
-    ``turns``.
+    ``turns``. Raises ``UnavailableError`` if the system has no thread for it.
     """
     if is_large:
-        content = await turns.run(encoding(await asyncio.to_thread(make)))
+        content = await turns.run(encoding(await make_large(make)))
     else:
         content = encode_json(make())
     return Response(content, media_type="application/json")
+
+
+async def make_large(make: Callable[[], _Made]) -> _Made:
+    """Returns ``make()``, a large answer, from another thread. They are made one at a time: threads that compute all
+    keep the event loop waiting. Raises ``UnavailableError`` if the system has no thread for it.
+    """
+    return await on_thread(make, _LARGE)
 
 
 def encoding(body: Any, before: bytes = b"", behind: bytes = b"") -> Generator[None, None, bytes]:

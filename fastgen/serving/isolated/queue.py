@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, ParamSpec, TypeVar
 
 from fastgen.serving.refusals import OverloadedError, UnavailableError
+from fastgen.serving.threads import on_thread
 
 _Asked = ParamSpec("_Asked")
 _Answer = TypeVar("_Answer")
@@ -92,8 +93,8 @@ async def in_turn(function: Callable[..., object], work: Callable[[], _Answer]) 
     """Returns what ``work`` returns, which calls ``function``. It runs on a thread, and if helper processes do the work
     of ``function``, in their queue.
 
-    Raises ``OverloadedError`` if too much waits there already.
+    Raises ``OverloadedError`` if too much waits there already, and ``UnavailableError`` if the system has no thread.
     """
     if isinstance(function, ByHelpers):
         return await function.queue.run(work)
-    return await asyncio.to_thread(work)
+    return await on_thread(work)

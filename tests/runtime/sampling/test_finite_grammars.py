@@ -99,6 +99,8 @@ def test_a_grammar_of_which_nothing_is_known_to_have_no_text_stays_as_it_is(gram
         ('start: "a" ("b" x)\nx: x', 'none satisfies \'"a" ("b" x)\': a part can never be completed'),
         ("start: A B\nA: /a/\nB: A & /b/", "none satisfies 'A B': B matches nothing"),
         ('start: "a" %json {"type": "array", "items": {"$ref": "#"}, "minItems": 1}', "its JSON schema has no"),
+        ("start[max_tokens=5]: A\nA: /a/ & /b/", "none satisfies 'A': A matches nothing"),
+        ('start[stop="x"]: A\nA: /a/ & /b/', "none satisfies 'A': A matches nothing"),
         ("root ::= x\nx ::= [0-9] x", "none satisfies 'x': x can never be completed"),
         ('start: "' + 100 * "a" + '" start', "a…': start can never be completed"),
     ],

@@ -842,6 +842,7 @@ def names(first: int, last: int) -> list[str]:
         (wide(599, required=["p299"]), []),
         ({"anyOf": [wide(300), {"items": wide(301)}, 3]}, [names(0, 300), names(0, 299)]),
         ({"properties": names(0, 300)}, []),
+        ({"examples": [wide(300) | {"required": 5}, wide(300) | {"required": None}]}, [names(0, 299)] * 2),
         (wide(300, required=names(0, 299)), []),
     ],
 )
@@ -1012,6 +1013,50 @@ def test_there_is_room_for_a_format_by_number_and_by_the_size_of_the_heap(
     grammars.keep(spoiled.format)
     spoiled.format.is_spoiled = True
     assert [grammars.has_room(number) for number in range(4)] == [True] * 3 + [False], "it takes memory too"
+
+
+def test_of_formats_that_take_too_much_memory_the_one_that_grew_for_the_longest_time_fails(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heap_bytes = 0
+    monkeypatch.setattr(kept_formats, "heap_bytes", lambda: heap_bytes)
+    grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[], max_in_use=6)
+    formats = [pattern(text).format for text in ("a{9}", "b{9}", "c{9}")]
+    small, large, unused = [grammars.constraint(SamplingParams(response_format=each)) for each in formats]
+    assert small is not None
+    assert large is not None
+    assert unused is not None
+    small.format.masks_cpu_s, large.format.masks_cpu_s, unused.format.masks_cpu_s = 1.0, 2.0, 3.0
+    spared, failed = small.matcher(), large.matcher()
+    del unused
+
+    heap_bytes = 12 * kept_formats.FORMAT_BYTES
+    grammars.limit_memory()
+    assert not large.format.is_spoiled
+    heap_bytes += 1
+    for _ in range(2):  # the second time its answers have not ended yet
+        grammars.limit_memory()
+    assert [each.is_spoiled for each in (small.format, large.format)] == [False, True]
+    assert not failed.mask().any()
+    assert "take too much memory, and this one has grown for the longest time" in failed.error
+    assert (spared.mask().any(), spared.error) == (True, "")
+    again = grammars.constraint(SamplingParams(response_format=formats[1]))
+    assert again is not None
+    assert (again.matcher().mask().any(), again.matcher().error) == (True, "")
+    heap_bytes = 0
+    grammars.limit_memory()
+    assert not again.format.is_spoiled
+
+
+def test_a_format_counts_the_time_of_its_masks(tokenizer: Any) -> None:
+    grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[])
+    constraint = grammars.constraint(SamplingParams(response_format=pattern("a{9}").format))
+    assert constraint is not None
+    times_s = []
+    for _ in range(2):
+        constraint.matcher().mask()
+        times_s.append(constraint.format.masks_cpu_s)
+    assert 0.0 < times_s[0] < times_s[1]
 
 
 def test_formats_that_nobody_uses_make_room(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ this folder, each repeated. Each answer must be right, honest clients' and attac
 are compared. All clients run on one half of the machine's cores and the server on the other, as if these were two
 machines. Honest clients come before attackers on their cores, where the system allows it. Still it gives attackers a
 little of the time there, so the second kind, with as many processes of the same priority, shows what their own work
-costs, whatever they send.
+costs, whatever they send. Where the clients' process was late itself, that is taken from gaps in a figure of its own.
 
 ``python -m tests.serving.attacks.storm --seconds 120 --streams 50 --output FILE`` writes the results. ``--only MODULE``
 has the attacks of that module alone.
@@ -23,7 +23,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -35,6 +35,7 @@ from typing import Any
 import fastgen
 from benchmarks.cpu.results import commit
 from benchmarks.new_file import new_file
+from fastgen.collector import collector_off
 from fastgen.compile.host.system import memory_bytes
 from fastgen.lab.machine import processor
 from fastgen.serving.clients.deployments import deployments
@@ -77,6 +78,8 @@ _CONTROL_SHARE = 0.25
 # the log-probabilities of a large answer.
 MAX_MEMORY_GROWTH = (2 << 30) + memory_bytes() // 16
 _PROBE_PAUSE_S = 0.1
+# How often the clients' process looks at the clock, and by how much it is late where it is called so.
+_WATCH_S, LATE_S = 0.002, 0.01
 
 
 def attacks() -> dict[str, Attack]:
@@ -91,6 +94,10 @@ class Phase(Probes):
     num_right: int = 0
     # Gaps between tokens, one list for each turn.
     gaps_s: list[list[float]] = field(default_factory=list)
+    # The same gaps, less what the clients' process was late itself meanwhile.
+    gaps_of_server_s: list[float] = field(default_factory=list)
+    # How late the clients' process was, whenever it was.
+    late_s: list[float] = field(default_factory=list)
 
     @property
     def all_gaps_s(self) -> list[float]:
@@ -103,6 +110,10 @@ class Phase(Probes):
             "wrong": self.wrong[:20],
             "gap_ms": {f"p{share:g}": quantile_ms(self.all_gaps_s, share / 100) for share in (50, 90, 99, 99.9, 100)},
             "gap_p99_ms_of_turns": [quantile_ms(turn, 0.99) for turn in self.gaps_s],
+            "gap_ms_less_lateness_of_clients": {
+                f"p{share:g}": quantile_ms(self.gaps_of_server_s, share / 100) for share in (99, 99.9, 100)
+            },
+            "clients_late_ms": [round(1e3 * each, 1) for each in sorted(self.late_s, reverse=True)[:10]],
             "health_ms": {f"p{share:g}": quantile_ms(self.health_s, share / 100) for share in (50, 99, 100)},
             "memory_peak_bytes": self.memory_peak,
         }
@@ -152,12 +163,37 @@ class Found:
         }
 
 
+class Lateness:
+    """How late the loop of this process comes back to what waits: a gap that a client sees then may be its own."""
+
+    def __init__(self) -> None:
+        # When it was late: from and until, by ``time.perf_counter``.
+        self._spans: list[tuple[float, float]] = []
+
+    async def watch(self, is_over: Callable[[], bool]) -> None:
+        """Notes what is late until ``is_over()``."""
+        last_s = time.perf_counter()
+        while not is_over():
+            await asyncio.sleep(_WATCH_S)
+            now_s = time.perf_counter()
+            if now_s - last_s > _WATCH_S + LATE_S:
+                self._spans.append((last_s + _WATCH_S, now_s))
+            last_s = now_s
+
+    def between(self, from_s: float, until_s: float) -> float:
+        """Returns for how many of these seconds the process was late."""
+        return sum(max(0.0, min(until_s, end_s) - max(from_s, start_s)) for start_s, end_s in self._spans)
+
+    @property
+    def all_s(self) -> list[float]:
+        return [end_s - start_s for start_s, end_s in self._spans]
+
+
 async def honest(
     server: ServerProcess, pool: list[Known], phase: Phase, *, seconds: float, num_streams: int, seed: int
 ) -> None:
     """Streams known answers with ``num_streams`` clients for ``seconds``, and adds what they see to ``phase``."""
-    storm, gaps_s = Storm(server.address, pool, random.Random(seed)), list[float]()
-    phase.gaps_s.append(gaps_s)
+    storm, gaps, lateness = Storm(server.address, pool, random.Random(seed)), list[tuple[float, float]](), Lateness()
     until_s = time.monotonic() + seconds
 
     async def client() -> None:
@@ -175,10 +211,18 @@ async def honest(
                 phase.wrong.append(answered.error or f"{answered.text!r} in place of {known.text!r}")
                 continue
             phase.num_right += 1
-            gaps_s.extend(later - earlier for earlier, later in pairwise(answered.arrivals_s[:-1]))
+            gaps.extend(pairwise(answered.arrivals_s[:-1]))
 
-    probing = phase.probe(server, _PROBE_PAUSE_S, lambda: time.monotonic() >= until_s)
-    await asyncio.gather(probing, *(client() for _ in range(num_streams)))
+    def is_over() -> bool:
+        return time.monotonic() >= until_s
+
+    probing = phase.probe(server, _PROBE_PAUSE_S, is_over)
+    await asyncio.gather(probing, lateness.watch(is_over), *(client() for _ in range(num_streams)))
+    phase.gaps_s.append([later_s - earlier_s for earlier_s, later_s in gaps])
+    phase.gaps_of_server_s += [
+        later_s - earlier_s - lateness.between(earlier_s, later_s) for earlier_s, later_s in gaps
+    ]
+    phase.late_s += lateness.all_s
 
 
 # What an attack's process sends when it ends: how its attacks ended, and which answers were wrong.
@@ -360,7 +404,12 @@ def main() -> None:
         "streams": given.streams,
     }
     pool = draw_pool(random.Random(0), 40)
-    with tempfile.TemporaryDirectory() as directory, server_on_half_the_cores(Path(directory)) as (server, is_first):
+    # A full collection of this process's garbage takes a tenth of a second, which would count as a gap.
+    with (
+        collector_off(),
+        tempfile.TemporaryDirectory() as directory,
+        server_on_half_the_cores(Path(directory)) as (server, is_first),
+    ):
         about["honest clients come first"] = is_first
         sizes = {"seconds": given.seconds, "num_streams": given.streams, "num_turns": given.turns}
         found = run(server, pool, is_large=True, kinds=given.only, **sizes)

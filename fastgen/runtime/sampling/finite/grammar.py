@@ -94,9 +94,14 @@ def _left_out(alternatives: list[Alternative], is_endless: list[bool]) -> Iterat
 
 def _refusal(text: str, parts: LarkParts, found: set[Part], empty: set[Part]) -> str:
     """Returns why the first alternative of ``start`` has no text."""
-    # Choices inside others come before these.
-    first = [alternatives for rule, alternatives in parts.choices if rule == parts.start][-1][0]
-    missing = next(need for need in first.needs if need not in found)
+    # Choices inside others come before these. A rule with attributes has none.
+    choices = [alternatives for rule, alternatives in parts.choices if rule == parts.start]
+    if choices:
+        first = choices[-1][0]
+        missing, begin, end = next(need for need in first.needs if need not in found), first.begin, first.end
+    else:
+        use = next(use for use in parts.uses if use.rule == parts.start)
+        missing, begin, end = use.part, use.begin, use.end
     kind, _, name = missing
     if missing in empty:
         why = f"{name} matches nothing"
@@ -104,7 +109,7 @@ def _refusal(text: str, parts: LarkParts, found: set[Part], empty: set[Part]) ->
         why = "its JSON schema has no finite value"
     else:
         why = f"{name if kind == 'rule' else 'a part'} can never be completed"
-    own = " ".join(text[first.begin : first.end].split())
+    own = " ".join(text[begin:end].split())
     shown = own if len(own) <= _MOST_SHOWN else f"{own[:_MOST_SHOWN]}…"
     return f"no finite text satisfies the grammar; in rule 'start' none satisfies {shown!r}: {why}"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,7 @@ from fastgen.serving.admission.request_limits import MANY_CHARACTERS, MAX_ECHOED
 from fastgen.serving.admission.turns import Turns
 from fastgen.serving.answers import TextRules, Update
 from fastgen.serving.http.errors import ERRORS
-from fastgen.serving.http.json_answers import LazyList, event_of, json_response, large_event_of
+from fastgen.serving.http.json_answers import LazyList, event_of, json_response, large_event_of, make_large
 from fastgen.serving.http.json_route import JsonRoute
 from fastgen.serving.http.openai.answers import (
     Completion,
@@ -75,7 +75,7 @@ def completion_routes(service: Service) -> APIRouter:
         echoes = [""] * len(prompts)
         try:
             if body.echo:
-                async with unless_gone(request):
+                async with unless_gone(request), service.making_text(sum(map(len, prompt_ids))):
                     echoes = await service.turns.run(echoing(codec, prompts, prompt_ids))
         except InvalidArgumentError as error:
             raise BadRequestError(f"echo: {error}", param="echo") from error
@@ -100,7 +100,7 @@ async def _events(batch: Batch, writer: _Writer, body: CompletionRequest, turns:
         async for updates in batch.updates():
             # A prompt's log-probabilities come at once, with the first token.
             if batch.is_large and any(update.prompt_logprobs is not None for _, update in updates):
-                for chunk in await asyncio.to_thread(writer.chunks, updates):
+                for chunk in await make_large(partial(writer.chunks, updates)):
                     yield await large_event_of(chunk, turns)
             elif chunks := writer.chunks(updates):
                 yield b"".join(map(event_of, chunks))

@@ -84,7 +84,7 @@ def model_routes(service: Service, version: str) -> APIRouter:
         check_model(service, body.model)
         check_ids(service, body.tokens, "tokens")
         try:
-            async with unless_gone(request):
+            async with unless_gone(request), service.making_text(len(body.tokens)):
                 text = await service.turns.run(decoding(service.codec, body.tokens))
         except InvalidArgumentError as error:
             raise BadRequestError(str(error), param="tokens") from error

@@ -35,6 +35,10 @@ MAX_METADATA = 16
 _LONGEST_NAME: Final = 64  # of a field that is compared with the known ones
 
 
+class _Refused(BeforeValidator):
+    """The validator of a field that is refused, so that nobody is told to use that field."""
+
+
 def refused(why: str, *, unless: Any = None) -> BeforeValidator:
     """Returns a validator for a field that would change the answer: it accepts ``null``, and ``unless``, the value that
     means the same.
@@ -45,7 +49,7 @@ def refused(why: str, *, unless: Any = None) -> BeforeValidator:
             raise PydanticCustomError("cannot_be_honoured", "cannot be honoured: {why}", {"why": why})
         return value
 
-    return BeforeValidator(check)
+    return _Refused(check)
 
 
 def at_most(number: int) -> BeforeValidator:
@@ -72,11 +76,20 @@ def _known(model: type[BaseModel]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
-def _nearest(name: str, known: frozenset[str]) -> str:
-    """Returns the question whether the nearest known name is meant, if one is near; not for a name as long as a text,
+@functools.cache
+def _useful(model: type[BaseModel]) -> list[str]:
+    """Returns the names of the fields that are not refused."""
+    fields = model.model_fields.items()
+    return sorted(
+        field.alias or name for name, field in fields if not any(isinstance(each, _Refused) for each in field.metadata)
+    )
+
+
+def _nearest(name: str, model: type[BaseModel]) -> str:
+    """Returns the question whether the nearest useful name is meant, if one is near; not for a name as long as a text,
     which would take long to compare.
     """
-    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8) if len(name) <= _LONGEST_NAME else []
+    near = difflib.get_close_matches(name, _useful(model), n=1, cutoff=0.8) if len(name) <= _LONGEST_NAME else []
     return f"did you mean {near[0]!r}?" if near else ""
 
 
@@ -97,7 +110,7 @@ class FewErrors(BaseModel):
         unknown = next((name for name in value if name not in known), None) if isinstance(value, dict) else None
         if unknown is None:
             return value
-        advice = cls.elsewhere.get(unknown) or _nearest(unknown, known)
+        advice = cls.elsewhere.get(unknown) or _nearest(unknown, cls)
         if advice and cls.model_config.get("extra") == "forbid":
             error = PydanticCustomError("unknown_field", "this field is not known; {advice}", {"advice": advice})
             raise ValidationError.from_exception_data(
