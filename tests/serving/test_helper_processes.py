@@ -143,16 +143,13 @@ def test_each_kind_has_its_processor_time_and_memory(
     monkeypatch: pytest.MonkeyPatch, kind: str, max_cpu_s: float, max_memory_bytes: int
 ) -> None:
     limits: list[dict[str, Any]] = []
-    priorities: list[str] = []
     module = f"fastgen.serving.isolated.{kind}.process"
     monkeypatch.setattr("fastgen.serving.isolated.processes.answer_all", lambda begin, **more: limits.append(more))
-    monkeypatch.setattr("fastgen.runtime.sampling.mask_threads.lower_priority", lambda: priorities.append(kind))
     monkeypatch.delitem(sys.modules, module, raising=False)
     library: Any = SimpleNamespace(render_jinja_template=None)
     monkeypatch.setitem(sys.modules, "transformers.utils.chat_template_utils", library)  # takes a second to import
     runpy.run_module(module, run_name="__main__")
     assert limits == [{"max_cpu_s": max_cpu_s, "max_memory_bytes": max_memory_bytes}]
-    assert priorities == (["grammars"] if kind == "grammars" else [])
 
 
 def test_there_are_at_most_four_for_templates_and_four_for_texts() -> None:

@@ -513,12 +513,14 @@ def test_there_are_as_many_threads_as_processors_up_to_four(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
-def test_a_low_priority_is_ten_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("own", [0, 5])
+def test_a_low_priority_is_three_lower_than_that_of_the_process(own: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lowered: list[tuple[int, ...]] = []
+    monkeypatch.setattr(os, "getpriority", lambda kind, process: {os.getpid(): own}[process])
     monkeypatch.setattr(os, "setpriority", lambda *given: lowered.append(given))
     mask_threads.lower_priority(77)
     mask_threads.lower_priority()
-    assert lowered == [(os.PRIO_PROCESS, 77, 10), (os.PRIO_PROCESS, threading.get_native_id(), 10)]
+    assert lowered == [(os.PRIO_PROCESS, each, own + 3) for each in (77, threading.get_native_id())]
 
 
 ANY = ResponseFormat("regex", ".*")

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 
 from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.requests.response_format import ResponseFormat
-from fastgen.runtime.sampling.mask_threads import lower_priority
 from fastgen.runtime.sampling.structured_output import Grammars
 from fastgen.serving.isolated.grammars.trial import MAX_CPU_S, MAX_MEMORY_BYTES, Model, Trial, refused
 from fastgen.serving.isolated.processes import answer_all
@@ -50,5 +49,4 @@ def begin(beginning: bytes) -> Callable[[bytes], bytes]:
 
 
 if __name__ == "__main__":
-    lower_priority()  # the engine's kernels come first
     answer_all(begin, max_cpu_s=MAX_CPU_S, max_memory_bytes=MAX_MEMORY_BYTES)
