@@ -13,7 +13,8 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.runtime.sampling.finite import grammar as finite_grammars
 from fastgen.runtime.sampling.finite.lark import UnreadableError, read_lark
 from fastgen.runtime.sampling.structured_output import Grammars
-from tests.runtime.sampling.same_masks import check_same, emptiness_of, matcher, of_grammar
+from tests.runtime.sampling.matching_tokens import matcher
+from tests.runtime.sampling.same_masks import check_same, emptiness_of, of_grammar
 
 ENDLESS_JSON = '%json {"type": "array", "items": {"$ref": "#"}, "minItems": 1}'
 

@@ -16,7 +16,8 @@ from fastgen.runtime.sampling.finite import schema as finite_schemas
 from fastgen.runtime.sampling.finite.derivable import derivable
 from fastgen.runtime.sampling.structured_output import Grammars
 from tests.runtime.constrained import EOS, VOCAB_SIZE
-from tests.runtime.sampling.same_masks import check_same, emptiness_of, matcher, of_schema
+from tests.runtime.sampling.matching_tokens import matcher
+from tests.runtime.sampling.same_masks import check_same, emptiness_of, of_schema
 
 # An object that requires one of its own kind.
 ENDLESS: dict[str, Any] = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}
