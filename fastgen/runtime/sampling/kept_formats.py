@@ -77,9 +77,8 @@ class KeptFormats:
 
     def shed(self) -> None:
         """Spoils the format in use that has grown for the longest time, unless the answers in another one are ending
-        for that. What no request uses is dropped first.
+        for that.
         """
-        self.drop_unused()
         in_use = [each for each in self._all if each.users]
         if in_use and not any(each.is_too_large for each in in_use):
             largest = max(in_use, key=lambda each: each.masks_cpu_s)

@@ -133,8 +133,11 @@ class Grammars:
 
     def limit_memory(self) -> None:
         """Lets the answers in one format fail if formats have grown to more than open requests may have."""
-        if self._kept.grown_bytes > MOST_GROWTH * self.max_in_use * FORMAT_BYTES:
-            self._kept.shed()
+        most = MOST_GROWTH * self.max_in_use * FORMAT_BYTES
+        if self._kept.grown_bytes > most:
+            self._kept.drop_unused()
+            if self._kept.grown_bytes > most:
+                self._kept.shed()
 
     def keep(self, compiled: CompiledFormat) -> None:
         """Keeps a compiled format for later requests."""

@@ -114,8 +114,9 @@ def test_of_formats_that_take_too_much_memory_the_one_that_grew_for_the_longest_
     grammars.limit_memory()
     assert not large.format.is_spoiled
     heap_bytes += 1
-    for _ in range(2):  # the second time its answers have not ended yet
-        grammars.limit_memory()
+    grammars.limit_memory()
+    small.format.masks_cpu_s = 4.0
+    grammars.limit_memory()  # the answers in the other format have not ended yet
     assert [each.is_spoiled for each in (small.format, large.format)] == [False, True]
     assert not failed.mask().any()
     assert "take too much memory, and this one has grown for the longest time" in failed.error
@@ -126,6 +127,21 @@ def test_of_formats_that_take_too_much_memory_the_one_that_grew_for_the_longest_
     heap_bytes = 0
     grammars.limit_memory()
     assert not again.format.is_spoiled
+
+
+def test_no_answer_fails_where_it_is_enough_to_drop_what_nobody_uses(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[], max_in_use=1, max_bytes=1 << 40)
+    monkeypatch.setattr(
+        kept_formats, "heap_bytes", lambda: 2 * kept_formats.FORMAT_BYTES * len(grammars._kept._formats)
+    )
+    used, unused = [grammars.constraint(SamplingParams(response_format=pattern(text).format)) for text in ("a", "b")]
+    assert used is not None
+    del unused
+    assert len(grammars._kept._formats) == 2
+    grammars.limit_memory()
+    assert (len(grammars._kept._formats), used.format.is_spoiled) == (1, False)
 
 
 def test_a_format_counts_the_time_of_its_masks(tokenizer: Any) -> None:
