@@ -66,6 +66,7 @@ SIZES: Final = (
 _ACTIVATIONS: Final = ("hidden_act", "activation_function", "hidden_activation", "activation")
 _CHOICES: Final[dict[str, tuple[Any, ...]]] = {
     "sliding_window": (5, None, 16),
+    "window_size": (5, 16),
     "max_window_layers": (1, 0, 2),
     "no_rope_layer_interval": (2, 3),
     "num_local_experts": (4, 6),

@@ -31,6 +31,7 @@ _WIDTHS: Final = (*SIZES, "word_embed_proj_dim", "q_lora_rank", "kv_lora_rank")
 _EXPERT_COUNTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
 # Keys that count or number layers: a period, or the first layer of another kind.
 _OF_LAYERS: Final = re.compile("layer|pattern|interval|step|dense|every|freq|period")
+_WINDOWS: Final = re.compile("window|local_attention|attention_span|attention_chunk")
 
 
 def shrunk(config: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,10 +50,7 @@ def shrunk(config: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any
     name = _stated("max_positions", config)
     if name is not None and config[name] < _LEAST_POSITIONS:
         smaller[name] = _LEAST_POSITIONS
-    window = config.get("sliding_window")
-    if _is_count(window) and window > _WINDOW:
-        smaller["sliding_window"] = _WINDOW
-    return smaller
+    return smaller | {key: _WINDOW for key, value in config.items() if _is_window(key) and _is_count(value, _WINDOW)}
 
 
 def differences(config: Mapping[str, Any], smaller: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -60,8 +58,13 @@ def differences(config: Mapping[str, Any], smaller: Mapping[str, Any]) -> dict[s
     return {key: (config[key], value) for key, value in smaller.items() if value != config[key] and _is_count(value)}
 
 
-def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _is_window(key: str) -> bool:
+    """Returns whether the name says that this is how many tokens a token sees."""
+    return bool(_WINDOWS.search(key)) and not _OF_LAYERS.search(key)
+
+
+def _is_count(value: object, above: int = 0) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > above
 
 
 def _stated(meaning: str, config: Mapping[str, Any]) -> str | None:

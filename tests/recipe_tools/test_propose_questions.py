@@ -13,7 +13,7 @@ from fastgen.models.checkpoint.checkpoint import Checkpoint
 from fastgen.models.recipe.recipe import Recipe
 from fastgen.models.registry.registry import list_recipes
 from fastgen.models.resolve.resolve import mentioned_paths
-from fastgen.models.spec import AttentionSpec
+from fastgen.models.spec import AttentionSpec, MoeSpec
 from fastgen.recipe_tools.diff.specs import spec_differences
 from fastgen.recipe_tools.propose.nodes import Node, leaf
 from fastgen.recipe_tools.propose.propose import Proposal, propose
@@ -21,6 +21,8 @@ from fastgen.recipe_tools.propose.variant import Difference
 from tests.recipe_tools.other_architectures import headers
 from tests.recipe_tools.test_propose import ATTENTION, CONFIG, GATED, NORMS, Shapes, heron
 from tests.recipe_tools.tiny_checkpoints import CHECKPOINTS, make
+
+EXPERT = {"gate.weight": (80, 48), "up.weight": (80, 48), "down.weight": (48, 80)}
 
 
 @functools.cache
@@ -304,6 +306,72 @@ def test_the_order_of_parts_is_asked_at_the_norm_that_it_places() -> None:
     proposal = propose(CONFIG, heron(layer), recipes())
     assert "is this norm before its part (norm), after it" in asked(proposal, "attend.norm.weight")
     assert "one after the other (attend, transform), or in parallel" in asked(proposal, "transform.norm.weight")
+
+
+# ------------------------------------------------------------------------------------------- what shapes leave open
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_the_order_of_fused_queries_keys_and_values_is_asked(num_kv_heads: int) -> None:
+    fused = (48 + 2 * 8 * num_kv_heads, 48)
+    layer = NORMS | GATED | {"mixer.kvq.weight": fused, "mixer.out.weight": (48, 48)}
+    proposal = propose(CONFIG | {"n_kv_heads": num_kv_heads}, heron(layer), recipes())
+    assert "another order of q, k and v? Shapes are the same" in asked(proposal, "qkv.layout")
+    assert ("(num_kv_heads part head_dim) in" in asked(proposal, "qkv.layout")) is (num_kv_heads == 2)
+
+
+@pytest.mark.parametrize(("rows", "offset"), [(64, 0), (65, 1), (66, 2)])
+def test_it_is_asked_which_row_is_position_0(rows: int, offset: int) -> None:
+    table = {"trunk.positions.weight": (rows, 48)}
+    proposal = propose(CONFIG | {"max_position_embeddings": 64}, heron(ATTENTION | GATED | NORMS) | table, recipes())
+    positions = proposal.spec.embedding.positions
+    assert positions is not None
+    assert positions.offset == offset
+    assert asked(proposal, "positions.offset") == "is this the row of position 0?"
+
+
+@pytest.mark.parametrize(
+    ("name", "asks"), [("norm", False), ("ln_f", False), ("out_norm", False), ("norm_in", True), ("first_norm", True)]
+)
+def test_the_place_of_the_only_norm_outside_the_layers_is_asked_unless_its_name_says_it(name: str, asks: bool) -> None:
+    shapes = heron(ATTENTION | GATED | NORMS)
+    shapes[f"trunk.{name}.weight"] = shapes.pop("trunk.out_norm.weight")
+    proposal = propose(CONFIG, shapes, recipes())
+    assert ("is it after the last layer?" in asked(proposal, "final_norm.weight")) is asks
+
+
+@pytest.mark.parametrize(
+    ("name", "asks"), [("ff.per_expert_scale", True), ("ff.router.score_correction", False), ("ff.expert_bias", False)]
+)
+def test_a_number_for_each_expert_is_a_correction_only_by_name(name: str, asks: bool) -> None:
+    expert = {f"ff.experts.{each}.{key}": shape for each in range(4) for key, shape in EXPERT.items()}
+    layer = ATTENTION | NORMS | expert | {"ff.router.weight": (4, 48), name: (4,)}
+    proposal = propose(CONFIG | {"num_experts": 4, "num_experts_per_tok": 2}, heron(layer), recipes())
+    assert ("is this added to the scores" in asked(proposal, "router.correction")) is asks
+    moe = next(part for part in proposal.spec.parts() if isinstance(part, MoeSpec))
+    assert (moe.router.scoring == "sigmoid") is not asks
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0},
+        {"rope_type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+    ],
+)
+def test_a_rotary_mapping_that_the_language_does_not_read_is_asked(mapping: dict[str, Any]) -> None:
+    config = CONFIG | {"rope_parameters": {"rope_theta": 10000.0, **mapping}, "max_position_embeddings": 64}
+    proposal = propose(config, heron(ATTENTION | GATED | NORMS), recipes())
+    assert "the language does not read this mapping" in asked(proposal, "rotary.scaling")
+    assert "allow" not in asked(proposal, "rotary.scaling")
+    assert "rope_parameters" in proposal.unread, "so that the checkpoint cannot be loaded yet"
+
+
+def test_a_tensor_of_what_the_language_lacks_says_so() -> None:
+    layer = ATTENTION | GATED | NORMS | {"mixer.time_decay": (48,), "encoder_attn.k.weight": (48, 47)}
+    text = propose(CONFIG, heron(layer), recipes()).text
+    assert "mixer.time_decay: the language has no convolution or recurrent state" in text
+    assert "encoder_attn.k.weight: the language has no encoder" in text
 
 
 # ------------------------------------------------------------------------------------------- what cannot be said

@@ -99,6 +99,14 @@ def test_there_is_room_for_the_prompts(key: str) -> None:
     assert shrunk(config | {key: 4096}, config | {key: 4096})[key] == 4096
 
 
+@pytest.mark.parametrize("key", ["sliding_window", "window_size", "attn_window", "local_attention", "attention_span"])
+def test_prompts_are_longer_than_a_window_whatever_it_is_called(key: str) -> None:
+    config = LLAMA | {key: 256, "max_window_layers": 3, "use_window": True}
+    found = shrunk(config, config)
+    assert (found[key], found["max_window_layers"], found["use_window"]) == (11, 3, True)
+    assert shrunk(LLAMA | {key: 7}, LLAMA | {key: 7})[key] == 7
+
+
 def test_a_small_configuration_stays_as_it_is() -> None:
     config = {
         **{"vocab_size": 97, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3},

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from fastgen.errors import FastgenError
 from fastgen.verify import verify
@@ -102,6 +103,73 @@ def test_a_dtype_in_the_file_does_not_make_a_reference_of_few_bits(tiny: Path, t
     (tmp_path / "model.safetensors").hardlink_to(tiny / "model.safetensors")
     report = verify(tmp_path, this_config=True)
     assert report.passed, report.finding
+
+
+GPT_NEO = """
+name: neo
+architectures: [GPTNeoForCausalLM]
+ignores: {config: [attention_layers, attention_types, window_size, "*dropout*", "summary_*"]}
+config:
+  vocab_size: vocab_size
+  hidden_size: hidden_size
+  num_layers: num_layers
+  num_heads: num_heads
+  num_kv_heads: num_heads
+  head_dim: hidden_size // num_heads
+  max_positions: max_position_embeddings
+model:
+  embedding: {tokens: transformer.wte, positions: {weight: transformer.wpe, offset: 0, rows: max_position_embeddings}}
+  layers:
+    at: transformer.h.{layer}
+    residual:
+      attend:
+        norm: {kind: layer, weight: ln_1, bias: true, eps: layer_norm_epsilon}
+        attention:
+          qkv: {q: attn.attention.q_proj, k: attn.attention.k_proj, v: attn.attention.v_proj, bias: false}
+          scale: 1
+          sliding_window: WINDOW
+          output: {weight: attn.attention.out_proj, bias: true}
+      transform:
+        norm: {kind: layer, weight: ln_2, bias: true, eps: layer_norm_epsilon}
+        mlp: {kind: plain, size: 4 * hidden_size, activation: activation_function, up: mlp.c_fc, down: mlp.c_proj,
+              bias: true}
+  final_norm: {kind: layer, weight: transformer.ln_f, bias: true, eps: layer_norm_epsilon}
+  head: {weight: lm_head, tied: tie_word_embeddings}
+"""
+
+
+@pytest.mark.parametrize(
+    ("window", "passes"),
+    [("window_size if attention_layers[layer] == 'local' else none", True), ("none", False), ("window_size", False)],
+)
+def test_a_window_of_any_name_is_shorter_than_the_prompts(tmp_path: Path, window: str, passes: bool) -> None:
+    config = GPTNeoConfig(
+        vocab_size=97, hidden_size=48, num_layers=2, num_heads=6, attention_types=[[["global", "local"], 1]],
+        window_size=256, max_position_embeddings=512,
+    )  # fmt: skip
+    GPTNeoForCausalLM(config).save_pretrained(tmp_path)
+    text = GPT_NEO.replace("WINDOW", window)
+    if passes:
+        text = text.replace("attention_layers, attention_types, window_size", "attention_types")
+    text = text.replace('"*dropout*", "summary_*"', ", ".join(key for key in config.to_dict() if _is_harmless(key)))
+    report = verify(tmp_path, recipe=recipe(tmp_path, text), this_config=True)
+    assert report.passed is passes, report.finding
+    assert report.finding is None or "attention" in str(report.finding.node)
+
+
+def _is_harmless(key: str) -> bool:
+    return "dropout" in key or key.startswith("summary_") or key == "intermediate_size"
+
+
+def test_a_window_that_no_prompt_reaches_is_not_called_right(tiny: Path, tmp_path: Path) -> None:
+    content = json.loads((tiny / "config.json").read_text()) | {"reach": 300, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    (tmp_path / "model.safetensors").hardlink_to(tiny / "model.safetensors")
+    text = STRICT + "model: {layers: {residual: {attend: {attention: {sliding_window: reach}}}}}\n"
+    report = verify(tmp_path, recipe=recipe(tmp_path, text), this_config=True)
+    assert report.finding is not None
+    assert "layer 0 sees 300 tokens, and no prompt has more than" in report.finding.message
+    assert "its configuration has no sliding_window" in report.finding.message
 
 
 def test_what_has_no_configuration_of_its_own_is_refused(tiny: Path) -> None:

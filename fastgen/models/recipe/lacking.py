@@ -11,12 +11,12 @@ _LACKING: Final = (
     ("clip|clamp|limit", "bounds on queries, keys, values or activations"),
     ("after|post_(rope|rotary|rotation)", "norm of queries and keys after the rotation: it is before"),
     (
-        "conv|convolution|kernel_size|ssm|mamba|recurrent|d_state|state_(size|dim)|linear_attention",
+        "conv|convolution|kernel_size|ssm|mamba|recurrent|d_state|state_(size|dim)|linear_attention|time_(?:decay|mix|first|faaaa)",
         "convolution or recurrent state",
     ),
     ("chunks?|chunked", "attention in chunks"),
     ("encoder|cross|cross_attention", "encoder, and no attention to one"),
-    ("temperature|temperature_tuning", "factor on queries that depends on the position"),
+    ("temperature|temperature_tuning|llama_4_scaling", "factor on queries that depends on the position"),
     ("output_gate|attention_gate|attn_gate", "gate on the output of an attention"),
     ("(?<![qvo]_)lora|adapters?", "adapters: merge them into the weights"),  # `q_lora_rank` is of latent attention
     ("bidirectional|mask(?!_)|prefix_lm", "attention other than causal"),  # `mask_token_id` is of the tokenizer

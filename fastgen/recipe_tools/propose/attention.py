@@ -11,6 +11,8 @@ from fastgen.recipe_tools.propose.matching import Match
 from fastgen.recipe_tools.propose.nodes import Leaf, Node, Scalar, implied, leaf
 from fastgen.recipe_tools.propose.sources import Sources
 
+_NO_BASE = "no key states the base: 10000? Or `alibi` and no rotary? The language has no fixed sinusoids"
+
 
 class AttentionNodes(Sources):
     """Writes the node of the attention."""
@@ -65,7 +67,8 @@ class AttentionNodes(Sources):
         near = self.near_layout_is_by_head()
         by_head = "query_key_value" in name or (name == "wqkv" and near is not False)
         other = "(part head_dim) in" if by_head else "(num_kv_heads part head_dim) in"
-        ask = None if structure.num_kv_heads == 1 else f"or `{other}`, with its split? Shapes are the same"
+        others = "" if structure.num_kv_heads == 1 else f"`{other}` with its split, or "
+        ask = f"or {others}another order of q, k and v? Shapes are the same"
         if not by_head:
             return "(part head_dim) in", ("num_heads", "num_kv_heads", "num_kv_heads"), ask
         group: Scalar = 1 if structure.num_heads == structure.num_kv_heads else "num_heads // num_kv_heads"
@@ -141,7 +144,7 @@ class AttentionNodes(Sources):
 
     def rotary(self, width: int, theta: Leaf | None) -> Node:
         latent = self.structure.attention.kind == "latent"
-        base = theta or leaf(10000, "no key states the base: 10000? Or `alibi` and no rotary?")
+        base = theta or leaf(10000, _NO_BASE)
         pairs, layers = self.rotated_pairs(latent=latent), self.found("no rotation", "{}[layer] == 1")
         alike = self.by_layer() if layers is None or self.layer_kinds() else None
         node: Node = {

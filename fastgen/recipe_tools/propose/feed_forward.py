@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from fastgen.models.spec import MoeSpec
+from fastgen.recipe_tools.propose.evidence import Module
 from fastgen.recipe_tools.propose.keys import MEANINGS, Key
 from fastgen.recipe_tools.propose.matching import Match
 from fastgen.recipe_tools.propose.nodes import Leaf, Node, leaf
 from fastgen.recipe_tools.propose.sources import Sources
-from fastgen.recipe_tools.propose.words import say_which_is_gate
+from fastgen.recipe_tools.propose.words import say_which_is_gate, words
+
+_ON_SCORES = (
+    "is this added to the scores, for the choice of experts only? The language has no factor on what experts add, nor "
+    "one on scores"
+)
+
+
+def _is_correction(correction: tuple[Module, str]) -> bool:
+    """Returns whether the name says that it corrects the choice of experts."""
+    module, last = correction
+    return bool({"correction", "bias"} & set(words(f"{module.name}.{last}")))
 
 
 class FeedForwardNodes(Sources):
@@ -113,7 +125,7 @@ class FeedForwardNodes(Sources):
         scoring, ask = near.scoring if near else "softmax", "softmax, softmax_top_k or sigmoid?"
         if key is not None and self.keys.values[key.name] in ("softmax", "sigmoid"):
             scoring, ask = self.keys.values[key.name], self.uncertainty(key, MEANINGS["scoring"].what) or ""
-        elif mixture.correction is not None:
+        elif mixture.correction is not None and _is_correction(mixture.correction):
             scoring = "sigmoid"
         unstated = leaf(True, "are the chosen weights divided by their sum?")
         node: Node = {
@@ -126,7 +138,8 @@ class FeedForwardNodes(Sources):
             node["scale"] = scale
         if mixture.correction is not None:
             module, last = mixture.correction
-            node["correction"] = leaf(f"{module.name}.{last}".lstrip("."))
+            unsure = None if _is_correction(mixture.correction) else _ON_SCORES
+            node["correction"] = leaf(f"{module.name}.{last}".lstrip("."), unsure)
         groups, chosen, method = (self.keys.find(name) for name in ("expert groups", "chosen groups", "choice"))
         plain = method is not None and "group" not in str(self.keys.values[method.name]) and mixture.correction is None
         if groups is not None and chosen is not None and not plain:

@@ -13,12 +13,13 @@ from fastgen.recipe_tools.propose.feed_forward import FeedForwardNodes
 from fastgen.recipe_tools.propose.keys import Keys
 from fastgen.recipe_tools.propose.nodes import Leaf, Node, Scalar, implied, joined, leaf
 from fastgen.recipe_tools.propose.structure import Structure
-from fastgen.recipe_tools.propose.words import is_after, is_before
+from fastgen.recipe_tools.propose.words import is_after, is_before, says_final
 
 _PLACE = "is this norm before its part (norm), after it (output_norm), or on the sum (sum_norm)?"
 _AFTER = "are the norms after parts on what a part adds (output_norm), or on the sum (sum_norm)?"
 _INSIDE = "is it between the heads and the output? The language has no norm there"
 _ORDER = "one after the other (attend, transform), or in parallel (one branch, both)?"
+_WHERE = "is it after the last layer? A norm of the embedding is `embedding: {norm: …}`"
 _OFFSET = "is 1 added to the weights of the norms (offset: 1, in all)?"
 
 
@@ -49,8 +50,9 @@ class Proposer(AttentionNodes, FeedForwardNodes):
     def final_norm(self) -> Node | None:
         module = self.structure.final_norm
         node = self.norm(module, "final norm")
-        if node is not None and module is not None and node["offset"].implied:
-            node["weight"] = leaf(module.name, _OFFSET)
+        if node is not None and module is not None:
+            asked = None if says_final(module.name) else _WHERE
+            node["weight"] = leaf(module.name, asked, _OFFSET if node["offset"].implied else None)
         return node
 
     @staticmethod
@@ -153,7 +155,7 @@ class Proposer(AttentionNodes, FeedForwardNodes):
         text = f"max_positions + {offset}" if offset else "max_positions"
         return {
             "weight": leaf(module.name),
-            "offset": leaf(offset),
+            "offset": leaf(offset, "is this the row of position 0?"),
             "rows": leaf(text if most == rows - offset else rows),
         }
 

@@ -41,6 +41,7 @@ _UNREAD: Final = (
     "line ignore those that change nothing:"
 )
 _INHERITED: Final = "{} accounts for these keys; do they mean the same here, or change nothing?"
+_SCALING: Final = "the language does not read this mapping, so what does it do to the frequencies?"
 _UNCLAIMED: Final = "{} tensors are not claimed by any node of this recipe; what are they for?"
 _MISSING: Final = "{} tensors that this recipe needs are missing or have another shape"
 
@@ -95,7 +96,13 @@ def propose(config: Mapping[str, Any], shapes: Mapping[str, Shape], recipes: Seq
     tree = Proposer(structure, keys, helpful, evidence.num_layers, evidence.layers_at).tree()
     maker = _Maker(config, shapes, recipes, _name(config, recipes))
     try:
-        whole = maker.make(written(tree), None)
+        try:
+            whole = maker.make(written(tree), None)
+        except RecipeError as error:
+            if not (error.node or "").endswith(".rotary.scaling"):
+                raise
+            tree = _with_scaling_asked(tree, error.message.partition(";")[0])
+            whole = maker.make(written(tree), None)
     except RecipeError as error:
         raise CheckpointError(
             f"config.json and the tensors do not describe one model: {error.node}: {error.message}"
@@ -107,6 +114,17 @@ def propose(config: Mapping[str, Any], shapes: Mapping[str, Shape], recipes: Seq
             best = variant
             break
     return maker.proposal(best, nearest)
+
+
+def _with_scaling_asked(node: Node, why: str) -> Node:
+    """Returns ``node`` with a question in place of each rotary mapping that the language does not read."""
+    asked: Node = {}
+    for key, child in node.items():
+        if isinstance(child, Leaf):
+            asked[key] = Leaf(child.value, f"{_SCALING} {why}", commented=True) if key == "scaling" else child
+        else:
+            asked[key] = _with_scaling_asked(child, why)
+    return asked
 
 
 @dataclass(frozen=True)
@@ -216,7 +234,7 @@ class _Maker:
             folded = sorted({fold(name) for name in names})
             if folded:
                 comments.append(f"QUESTION: {text.format(len(names))}")
-                comments += [f"- {name}" for name in folded[:_LISTED]]
+                comments += [f"- {name}{_lacked(name)}" for name in folded[:_LISTED]]
                 comments += [f"- and {len(folded) - _LISTED} more"] if len(folded) > _LISTED else []
         return comments
 
@@ -278,6 +296,11 @@ def _meaning(key: str, value: object) -> str:
     if key in HARMLESS:
         return f" ({HARMLESS[key][1]})"
     return lacks(key.rpartition(".")[2]) if value else ""
+
+
+def _lacked(name: str) -> str:
+    """Returns what the name of a tensor says that the language lacks, as :func:`lacks` does."""
+    return next(filter(None, map(lacks, name.split("."))), "")
 
 
 def _brief(value: object) -> str:

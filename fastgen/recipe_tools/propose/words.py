@@ -34,6 +34,10 @@ _FEED_FORWARD: Final = frozenset(
 _NORM: Final = frozenset(("norm", "ln", "layernorm", "rms", "rmsnorm", "scale"))
 _GATE: Final = frozenset(("gate", "gates", "gated", "gating"))
 
+# Words of a norm's name that say nothing of its place, and words that say it is the last one.
+_NORM_ALONE: Final = _NORM | {"layer", "group", "weight"}
+_LAST: Final = frozenset(("final", "f", "out", "output", "last", "post", "after", "end", "decoder", "head"))
+
 _FIRST: Final = frozenset(("input", "pre", "attn", "attention", "self", "before", "1", "in", "ante", "mixer", "mha"))
 _SECOND: Final = frozenset(("post", "2", "ffn", "mlp", "feed", "forward", "feedforward", "ff", "final", "after", "ffw"))
 
@@ -105,3 +109,9 @@ def is_before(module: str) -> bool:
 def is_after(module: str) -> bool:
     """Returns whether a norm's name says that it is after the part that it is named for."""
     return bool({"post", "after", "output", "out"} & set(words(module)))
+
+
+def says_final(norm: str) -> bool:
+    """Returns whether the name of a norm outside the layers says that it is the last one, or nothing else."""
+    found = set(words(norm.rpartition(".")[2]))
+    return found <= _NORM_ALONE or bool(found & _LAST)
