@@ -90,3 +90,13 @@ class EngineDiedError(RefusedError):
 
 class RequestTimeoutError(RefusedError):
     """The request itself took too long to arrive."""
+
+
+def forget_frames(error: BaseException) -> None:
+    """Removes the frames that ``error`` passed, and those of the errors behind it. They hold what the request gave, and
+    often the error that holds them, so all of it would stay until the garbage is collected. An idle server collects
+    none.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        found.__traceback__, found = None, found.__cause__ or found.__context__

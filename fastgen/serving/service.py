@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -50,8 +50,9 @@ ENGINE_TIMEOUT_S = 60.0
 _COUNT_S = 2.0
 # The most of the event loop's time that the encoding of large answers takes, together with the texts of given ids.
 _SHARE_OF_LARGE_ANSWERS = 0.125
-# Token ids whose text is large, a megabyte or more for some tokenizers; and how many such texts are made at once.
-_MANY_IDS, _LARGE_TEXTS_AT_ONCE = 50_000, 2
+# Token ids of which texts are made at once, without calls that have few. A token may have 128 characters.
+_MAX_IDS_IN_TEXTS, _FEW_IDS = 2_000_000, 10_000
+_TEXTS_RETRY_S = 5.0
 
 
 class Service:
@@ -86,7 +87,8 @@ class Service:
         self._is_draining = False
         # In which large answers are encoded, and texts of given token ids are made.
         self.turns = Turns(1, share=_SHARE_OF_LARGE_ANSWERS)
-        self._large_texts = asyncio.Semaphore(_LARGE_TEXTS_AT_ONCE)
+        # Token ids of which texts are made now, but for few.
+        self._num_ids_in_texts = 0
         self.recent = RecentRequests()
 
     @property
@@ -113,11 +115,24 @@ class Service:
     def metrics(self) -> ServerMetrics:
         return self._watch.metrics
 
-    def making_text(self, num_ids: int) -> AbstractAsyncContextManager[None]:
-        """Returns what is entered to make a text of so many token ids. Few large ones are made at once: as many as
-        clients ask for would grow side by side.
+    @contextmanager
+    def making_text(self, num_ids: int) -> Iterator[None]:
+        """Is entered to make a text of so many token ids. Raises ``OverloadedError`` if others are made of so many that
+        all together would take too much memory.
         """
-        return self._large_texts if num_ids > _MANY_IDS else nullcontext()
+        counted = num_ids if num_ids > _FEW_IDS else 0
+        if counted and self._num_ids_in_texts and self._num_ids_in_texts + counted > _MAX_IDS_IN_TEXTS:
+            self.metrics.refused("queued_texts")
+            raise OverloadedError(
+                f"texts of {self._num_ids_in_texts:,} token ids are made now, and this server makes those of at most "
+                f"{_MAX_IDS_IN_TEXTS:,} at once; try again later",
+                retry_after_s=_TEXTS_RETRY_S,
+            )
+        self._num_ids_in_texts += counted
+        try:
+            yield
+        finally:
+            self._num_ids_in_texts -= counted
 
     def info(self) -> dict[str, Any]:
         """Returns what is served and its sizes. Raises ``UnavailableError`` while they are not known."""

@@ -23,13 +23,17 @@ from fastgen.runtime.engine import Engine
 from fastgen.runtime.requests.request import Request
 from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.runtime.requests.sampling_params import SamplingParams
+from fastgen.runtime.sampling.mask_threads import MaskThreads
+from fastgen.runtime.sampling.matcher import CompiledFormat, Constraint
 from fastgen.runtime.scheduling.policies import DynamicBatching
 from fastgen.runtime.simulated import SimulatedServer
 from fastgen.runtime.step_cost.cost import StepCost
 from fastgen.runtime.text.codec import TextCodec
+from fastgen.serving.engine import formats as formats_of_engine
 from fastgen.serving.engine import messages
 from fastgen.serving.engine import process as engine_process
 from fastgen.serving.engine.client import EngineClient
+from fastgen.serving.engine.formats import end_large_formats
 from fastgen.serving.engine.messages import (
     Ask,
     Cancel,
@@ -54,6 +58,7 @@ from fastgen.serving.isolated.templates import renderer
 from fastgen.serving.monitoring import live
 from fastgen.serving.options import ServeOptions
 from fastgen.serving.service import Service
+from tests.runtime.sampling.timed_masks import TimedMasks
 from tests.serving.fake_engine import FACTS
 
 
@@ -403,13 +408,42 @@ def test_a_question_that_nobody_waits_for_is_cancelled(monkeypatch: pytest.Monke
     assert sent[1].number == 7
 
 
+def test_all_requests_with_a_format_that_is_too_large_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that run, and those that wait for a slot."""
+    engine = SimulatedServer(
+        StepCost.linear(step_s=0.01, token_s=0.0), token_budget=64, max_num_seqs=2, num_blocks=64
+    ).engine
+    source = TimedMasks([0.0] * 10_000)
+    formats = [CompiledFormat(ResponseFormat("regex", text), source) for text in "ab"]
+    generations = [engine.submit([5, 6], SamplingParams(max_new_tokens=50, ignore_eos=True)) for _ in range(6)]
+    for number, each in enumerate(generations):
+        if number < 5:
+            each.request.constraint = Constraint(
+                formats[number % 2], source, MaskThreads(), source.all_tokens, min_new_tokens=0
+            )
+    engine.step()
+    assert engine.scheduler.num_waiting == 4
+    engine.grammars = SimpleNamespace(shed=lambda: formats[0])  # type: ignore[assignment]
+    end_large_formats(engine, generations)
+    assert [each.finished for each in generations] == [True, False, True, False, True, False]
+    (completion,) = generations[0].completions
+    assert (completion.finish_reason, completion.error) == ("error", formats_of_engine._TOO_LARGE)
+    engine.grammars = SimpleNamespace(shed=lambda: None)  # type: ignore[assignment]
+    end_large_formats(engine, generations)
+    engine.grammars = None
+    end_large_formats(engine, generations)
+    while engine.has_work:
+        engine.step()
+    assert all(each.finished for each in generations)
+
+
 def test_the_memory_of_formats_is_looked_at_with_each_status(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SimulatedServer(
         StepCost.linear(step_s=0.01, token_s=0.0), token_budget=64, max_num_seqs=4, num_blocks=64
     ).engine
     looks, turns = list[int](), count()
     engine.grammars = SimpleNamespace(  # type: ignore[assignment]
-        prepare=lambda: None, slots_are_wanted=lambda are_wanted: None, limit_memory=lambda: looks.append(1)
+        prepare=lambda: None, slots_are_wanted=lambda are_wanted: None, shed=lambda: looks.append(1)
     )
     monkeypatch.setattr(engine_process, "STATUS_S", 0.0)
     with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:

@@ -5,17 +5,28 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from fastgen.collector import collector_off
+from fastgen.serving.http import json_answers
 from fastgen.serving.http.json_answers import make_large
-from fastgen.serving.isolated.queue import in_turn
-from fastgen.serving.refusals import UnavailableError
+from fastgen.serving.isolated.queue import WorkQueue, in_turn
+from fastgen.serving.refusals import OverloadedError, UnavailableError, forget_frames
 from fastgen.serving.service import Service
 from fastgen.serving.threads import on_thread
+
+
+async def in_a_queue(work: Callable[[], Any]) -> Any:
+    queue = WorkQueue("pieces of work wait here", max_running=1, max_waiting=1, retry_after_s=7.0)
+    try:
+        return await queue.run(work)
+    finally:
+        queue.close()
 
 
 def test_work_returns_or_raises_what_it_does() -> None:
@@ -72,15 +83,63 @@ def test_large_answers_are_made_one_at_a_time() -> None:
     assert most_at_once(4, on_thread) > 1
 
 
-def test_few_large_texts_are_made_at_once() -> None:
-    def made(num_ids: int) -> Callable[[Callable[[], None]], Any]:
-        service = Service({"model": "tiny-llama"})
+def test_texts_of_so_many_token_ids_are_made_at_once_and_no_more() -> None:
+    service = Service({"model": "tiny-llama"})
+    with service.making_text(5_000_000):  # one call alone has what it asks for
+        with service.making_text(10_000), service.making_text(10_000):
+            pass
+        with (
+            pytest.raises(OverloadedError, match="texts of 5,000,000 token ids are made now") as refused,
+            service.making_text(10_001),
+        ):
+            pass
+        assert refused.value.retry_after_s == 5.0
+    half = service.making_text(1_000_000)
+    with half, service.making_text(1_000_000), pytest.raises(OverloadedError), service.making_text(10_001):
+        pass
+    with pytest.raises(ZeroDivisionError), service.making_text(2_000_000):
+        raise ZeroDivisionError
+    with service.making_text(2_000_000):
+        pass
 
-        async def call(work: Callable[[], None]) -> None:
-            async with service.making_text(num_ids):
-                await on_thread(work)
 
-        return call
+class Large:
+    """What a request gives."""
 
-    assert most_at_once(5, made(50_001)) == 2
-    assert most_at_once(5, made(50_000)) > 2
+
+@pytest.mark.parametrize("call", [on_thread, make_large, lambda work: in_turn(len, work), in_a_queue])
+def test_nothing_keeps_what_failed_on_a_thread_or_was_refused(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle server collects no garbage."""
+    left: list[weakref.ref[Large]] = []
+    begun: list[int] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def ask(error: type[Exception]) -> None:
+        large = Large()
+        left.append(weakref.ref(large))
+
+        def fail(large: Large = large) -> None:
+            begun.append(1)
+            raise ZeroDivisionError
+
+        try:
+            await call(fail)
+        except error as found:
+            forget_frames(found)
+
+    async def run() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            patch.setattr(json_answers, "_LARGE", ThreadPoolExecutor(1))
+            await ask(UnavailableError)
+            assert left[-1]() is None
+        for _ in range(3):
+            await ask(ZeroDivisionError)
+            await asyncio.sleep(0.05)
+            assert left[-1]() is None
+        assert len(begun) == 3, "what was refused is not done later"
+
+    with collector_off():
+        asyncio.run(run())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary, ref
 
 from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.runtime.sampling.matcher import CompiledFormat
@@ -22,6 +23,8 @@ _SHARE_IN_USE, LEAST_IN_USE = 16, 4
 # By how much they may exceed that together, since they grow with their answers, and other memory of the engine counts
 # too. Beyond that the answers in one of them fail.
 MOST_GROWTH = 2
+# How long the requests with a format may take to end, and by how much less a heap is then that the format took.
+_ENDING_S, _LEAST_FREED_BYTES = 2.0, 1 << 20
 
 
 def most_kept_bytes(memory_bytes: int) -> int:
@@ -47,6 +50,8 @@ class KeptFormats:
         self._all: WeakSet[CompiledFormat] = WeakSet()
         self._max_bytes = max_bytes
         self._first_bytes = 0
+        # The format that was spoiled last for its memory, the growth of the heap then, and when that was.
+        self._shed: tuple[ref[CompiledFormat], int, float] | None = None
 
     def measure_from_here(self) -> None:
         """Notes the size of the heap before anything is compiled."""
@@ -75,14 +80,30 @@ class KeptFormats:
         """Returns how much the heap has grown since :meth:`measure_from_here`."""
         return heap_bytes() - self._first_bytes
 
-    def shed(self) -> None:
-        """Spoils the format in use that has grown for the longest time, unless the answers in another one are ending
-        for that.
+    def shed(self, most_bytes: int) -> CompiledFormat | None:
+        """If the heap has grown by more than ``most_bytes``, drops what no request uses. If that is not enough, spoils
+        and returns the format in use that has grown for the longest time; the caller ends its requests.
+
+        Once these have ended, the heap must be smaller. If not, the memory is not that of formats, and no further one
+        is spoiled until the heap has grown by as much again.
         """
-        in_use = [each for each in self._all if each.users]
-        if in_use and not any(each.is_too_large for each in in_use):
-            largest = max(in_use, key=lambda each: each.masks_cpu_s)
-            largest.is_spoiled = largest.is_too_large = True
+        if self._shed is not None:
+            shed, grown_bytes, at_s = self._shed
+            if shed() is not None and time.monotonic() - at_s < _ENDING_S:
+                return None
+            self._shed = None
+            if self.grown_bytes > grown_bytes - _LEAST_FREED_BYTES:
+                self._first_bytes += self.grown_bytes
+        if self.grown_bytes <= most_bytes:
+            return None
+        self.drop_unused()
+        grown_bytes, in_use = self.grown_bytes, [each for each in self._all if each.users]
+        if grown_bytes <= most_bytes or not in_use:
+            return None
+        largest = max(in_use, key=lambda each: each.growing_cpu_s)
+        largest.is_spoiled = True
+        self._shed = ref(largest), grown_bytes, time.monotonic()
+        return largest
 
     def drop_unused(self) -> None:
         """Keeps no format but those of open requests."""

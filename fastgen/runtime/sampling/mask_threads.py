@@ -43,8 +43,8 @@ NICER_BY = 3
 def lower_priority(thread_id: int | None = None) -> None:
     """Lowers the priority of a thread, by default the calling one, where the system has one for each."""
     if sys.platform == "linux":
-        priority = os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICER_BY
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # it has ended, or the system forbids it
+            priority = os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICER_BY
             os.setpriority(os.PRIO_PROCESS, thread_id or threading.get_native_id(), priority)
 
 

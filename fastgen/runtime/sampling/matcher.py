@@ -35,6 +35,8 @@ MAX_AWAITED_CPU_S = 0.3
 # The beginning of the library's message where the lexer that all answers in a format share has reached a limit.
 _LEXER_ERROR = "lexer error"
 _WEIGHT_OF_LATEST = 0.01
+# Most masks take less where the lexer has seen all that may come.
+_KNOWN_MASK_CPU_S = 0.001
 # The library's advice that callers cannot follow, or that misses the usual cause, and better advice.
 _ADVICE = {
     "Enable 'coerce_one_of' option to approximate oneOf with anyOf": "Use anyOf",
@@ -72,18 +74,18 @@ class CompiledFormat:
         # The answers whose masks are due: computed, or queued for that.
         self.due: set[Matcher] = set()
         self._usual_mask_s = 0.0
-        # Processor time of all its masks. Most of it is for what the lexer has not seen before, so that it grows.
-        self.masks_cpu_s = 0.0
+        # Processor time of masks for which the lexer had to see something new, so that it grew.
+        self.growing_cpu_s = 0.0
         # Whether the lexer has reached a limit, or takes too much memory. Then all answers in this format fail, until
         # it is compiled again.
         self.is_spoiled = False
-        self.is_too_large = False
 
     def due_s(self, took_s: float) -> float:
         """Returns how long the masks that are due are likely to take, if the latest one ``took_s``. One that takes
         longer than others says little about them.
         """
-        self.masks_cpu_s += took_s
+        if took_s > _KNOWN_MASK_CPU_S:
+            self.growing_cpu_s += took_s
         self._usual_mask_s += _WEIGHT_OF_LATEST * (took_s - self._usual_mask_s)
         return len(self.due) * self._usual_mask_s
 
@@ -305,11 +307,6 @@ class Matcher:
             took_s = time.thread_time() - began_s
             self._is_slow = took_s > FAST_MASK_CPU_S
             self._num_slow += took_s > MAX_MASK_CPU_S
-            if self._constraint.format.is_too_large:
-                raise MemoryError(
-                    "the formats of open answers take too much memory, and this one has grown for the longest time; "
-                    "send fewer at once, or make it simpler"
-                )
             if self._num_slow > MAX_SLOW_MASKS:
                 raise TimeoutError(
                     f"of {MAX_SLOW_MASKS + 1} tokens each took more than {MAX_MASK_CPU_S:g} s of processor time"

@@ -91,8 +91,8 @@ class Grammars:
     def prepare(self) -> None:
         """Imports the library and gives it the tokenizer. Raises ``InvalidArgumentError`` if that is not possible."""
         if self._vocabulary is None:
-            self._kept.measure_from_here()
             self._vocabulary = _Vocabulary(self._tokenizer, self._vocab_size)
+            self._kept.measure_from_here()
 
     def compile(self, response_format: ResponseFormat) -> None:
         """Compiles a format, so that :meth:`constraint` has it ready. Raises ``InvalidArgumentError`` for a format that
@@ -131,13 +131,9 @@ class Grammars:
         self._kept.drop_unused()
         return self._kept.grown_bytes < most
 
-    def limit_memory(self) -> None:
-        """Lets the answers in one format fail if formats have grown to more than open requests may have."""
-        most = MOST_GROWTH * self.max_in_use * FORMAT_BYTES
-        if self._kept.grown_bytes > most:
-            self._kept.drop_unused()
-            if self._kept.grown_bytes > most:
-                self._kept.shed()
+    def shed(self) -> CompiledFormat | None:
+        """Returns a format whose requests are to end, if formats have grown to more than open requests may have."""
+        return self._kept.shed(MOST_GROWTH * self.max_in_use * FORMAT_BYTES)
 
     def keep(self, compiled: CompiledFormat) -> None:
         """Keeps a compiled format for later requests."""

@@ -5,20 +5,26 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.runtime.answers.generation import Generation
+from fastgen.runtime.engine import Engine
 from fastgen.runtime.requests.response_format import ResponseFormat
 from fastgen.runtime.requests.sampling_params import SamplingParams, changed
 from fastgen.runtime.sampling.mask_threads import lower_priority
-from fastgen.runtime.sampling.matcher import CompiledFormat
+from fastgen.runtime.sampling.matcher import CompiledFormat, Constraint
 from fastgen.runtime.sampling.structured_output import Grammars
 
 # For how long new requests may use a format that is in use already while an older request waits for a place.
 _PATIENCE_S = 5.0
+_TOO_LARGE = (
+    "the formats of open answers take too much memory, and this answer's has grown for the longest time; send fewer at "
+    "once, or make it simpler"
+)
 # A wait that does not count against a time limit, and a limit that has passed at the next step.
 _SHORT_WAIT_S, _NO_TIME_S = 0.001, 1e-9
 
@@ -291,3 +297,12 @@ def with_time_left(sampling: SamplingParams, waited_s: float) -> SamplingParams:
     if waited_s < _SHORT_WAIT_S:
         return sampling
     return changed(sampling, timeout_s=sampling.timeout_s - waited_s)
+
+
+def end_large_formats(engine: Engine, generations: Iterable[Generation]) -> None:
+    """Ends those of ``generations`` that have one format, running or queued, if formats take too much memory."""
+    shed = None if engine.grammars is None else engine.grammars.shed()
+    for generation in generations if shed is not None else ():
+        constraint = generation.request.constraint
+        if isinstance(constraint, Constraint) and constraint.format is shed:
+            engine.cancel(generation, "error", _TOO_LARGE)

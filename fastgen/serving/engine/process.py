@@ -34,7 +34,7 @@ from fastgen.runtime.requests.sampling_params import SamplingParams
 from fastgen.runtime.scheduling.policies import make_policy
 from fastgen.runtime.step.faults import cause_of
 from fastgen.serving.engine.connections import Connection, Connections
-from fastgen.serving.engine.formats import FormatThread, with_time_left
+from fastgen.serving.engine.formats import FormatThread, end_large_formats, with_time_left
 from fastgen.serving.engine.messages import (
     Ask,
     Cancel,
@@ -349,8 +349,7 @@ class EngineLoop:
             connection.report(status if connection is self._connections.parent else None)
         if status is not None:
             self._reported_s = now_s
-            if self._engine.grammars is not None:
-                self._engine.grammars.limit_memory()
+            end_large_formats(self._engine, [opened.generation for opened in self._open.values()])
 
     def _status(self) -> Status:
         scheduler = self._engine.scheduler

@@ -23,6 +23,7 @@ from fastgen.serving.refusals import (
     UnauthorizedError,
     UnavailableError,
     UnknownModelError,
+    forget_frames,
 )
 
 # What a method does: it reads requests, and yields one answer or a stream of them, encoded.
@@ -68,6 +69,7 @@ def handler_of(behaviour: Behaviour, sending: Sending) -> grpc.RpcMethodHandler:
                     await sending.send(context, answer)
         except FastgenError as error:
             end = _end_of(error)
+            forget_frames(error)
         # gRPC's error of an abort keeps itself until the garbage is collected, and with it the error that is handled
         # where it is raised, whose frames hold the request. So none is handled here.
         if end is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import math
@@ -32,6 +31,7 @@ from fastgen.serving.refusals import (
     UnavailableError,
     UnknownModelError,
     UnsupportedMediaError,
+    forget_frames,
 )
 
 _log = logging.getLogger("fastgen.serving")
@@ -116,8 +116,9 @@ def failure_body(error: Exception) -> ErrorBody:
 
 
 def error_response(error: Exception) -> JSONResponse:
-    """Returns the response for ``error``."""
+    """Returns the response for ``error``, whose frames it removes."""
     status, body = error_body(error)
+    forget_frames(error)
     headers = {}
     if (retry_after_s := getattr(error, "retry_after_s", None)) is not None:
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
@@ -163,7 +164,7 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
     if error.status_code == 405 and error.headers is not None:
         message = f"{request.url.path} takes {error.headers['Allow']}, not {request.method}"
     if error.status_code == 404 and error.detail == HTTPStatus.NOT_FOUND.phrase:
-        document = await asyncio.to_thread(request.app.openapi)  # made once, and kept by the application
+        document = request.app.openapi()  # made at the start, and kept by the application
         paths = ", ".join(document["paths"])
         message = f"{request.method} {request.url.path}: there is no such path; this server has {paths}"
     return JSONResponse(_body(message, kind), error.status_code, error.headers)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from fastgen.serving.admission.json_limits import QUICK_BYTES, parse_json, parsing_json
 from fastgen.serving.admission.turns import Turns
 from fastgen.serving.http.errors import NOT_JSON, is_json
-from fastgen.serving.refusals import BadRequestError, RefusedError
+from fastgen.serving.refusals import BadRequestError, RefusedError, forget_frames
 
 # Keys in ``scope["state"]``: of a body that is already parsed, and of the :class:`Turns` that large bodies take.
 PARSED, TURNS = "parsed_json", "turns"
@@ -65,18 +65,9 @@ class JsonRoute(APIRoute):
             try:
                 return await handle(self.request_class(request.scope, request.receive))
             except (HTTPException, RequestValidationError) as error:
-                _clear_frames(error)
+                forget_frames(error)  # FastAPI's handler holds the body, and the error
                 if isinstance(error.__cause__, RefusedError):  # of the body, which FastAPI gives an error of its own
                     raise error.__cause__ from None
                 raise
 
         return handle_json
-
-
-def _clear_frames(error: Exception) -> None:
-    """Removes the frames of FastAPI's handler from ``error`` and its cause. They hold the body, and also the error that
-    holds them, so all of it would stay until the garbage is collected.
-    """
-    for each in (error, error.__cause__):
-        if each is not None:
-            each.__traceback__ = None

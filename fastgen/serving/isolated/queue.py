@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, ParamSpec, TypeVar
 
 from fastgen.serving.refusals import OverloadedError, UnavailableError
-from fastgen.serving.threads import on_thread
+from fastgen.serving.threads import begin_on_thread, on_thread
 
 _Asked = ParamSpec("_Asked")
 _Answer = TypeVar("_Answer")
@@ -37,21 +37,16 @@ class WorkQueue:
         system has no thread for it.
         """
         await self._take_turn()
-        is_refused = False
-
-        def unless_refused() -> _Answer:
-            if is_refused:  # it was queued nevertheless, and nothing waits for it
-                raise asyncio.CancelledError
-            return work()
-
         try:
-            running = asyncio.get_running_loop().run_in_executor(self._threads, unless_refused)
-        except RuntimeError as error:
-            is_refused = True
+            running = begin_on_thread(work, self._threads)
+        except UnavailableError:
             self._free.release()
-            raise UnavailableError(f"the server has no thread for this now: {error}") from error
+            raise
         running.add_done_callback(self._ended)
-        return await asyncio.shield(running)
+        try:
+            return await asyncio.shield(running)
+        finally:
+            del running
 
     def close(self) -> None:
         """Begins no more work."""

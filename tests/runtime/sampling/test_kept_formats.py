@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,64 +96,93 @@ def test_there_is_room_for_a_format_by_number_and_by_the_size_of_the_heap(
     assert [grammars.has_room(number) for number in range(4)] == [True] * 3 + [False], "it takes memory too"
 
 
-def test_of_formats_that_take_too_much_memory_the_one_that_grew_for_the_longest_time_fails(
+def test_of_formats_that_take_too_much_memory_the_one_that_grew_for_the_longest_time_is_shed(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heap_bytes = 0
+    heap_bytes, now_s = 0, 100.0
     monkeypatch.setattr(kept_formats, "heap_bytes", lambda: heap_bytes)
+    monkeypatch.setattr(kept_formats, "time", SimpleNamespace(monotonic=lambda: now_s))
     grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[], max_in_use=6)
     formats = [pattern(text).format for text in ("a{9}", "b{9}", "c{9}")]
     small, large, unused = [grammars.constraint(SamplingParams(response_format=each)) for each in formats]
     assert small is not None
     assert large is not None
     assert unused is not None
-    small.format.masks_cpu_s, large.format.masks_cpu_s, unused.format.masks_cpu_s = 1.0, 2.0, 3.0
-    spared, failed = small.matcher(), large.matcher()
+    small.format.growing_cpu_s, large.format.growing_cpu_s, unused.format.growing_cpu_s = 1.0, 2.0, 3.0
     del unused
 
     heap_bytes = 12 * kept_formats.FORMAT_BYTES
-    grammars.limit_memory()
-    assert not large.format.is_spoiled
+    assert grammars.shed() is None
     heap_bytes += 1
-    grammars.limit_memory()
-    small.format.masks_cpu_s = 4.0
-    grammars.limit_memory()  # the answers in the other format have not ended yet
+    assert grammars.shed() is large.format
     assert [each.is_spoiled for each in (small.format, large.format)] == [False, True]
-    assert not failed.mask().any()
-    assert "take too much memory, and this one has grown for the longest time" in failed.error
-    assert (spared.mask().any(), spared.error) == (True, "")
+    small.format.growing_cpu_s = 4.0
+    assert grammars.shed() is None, "its requests have not ended yet"
     again = grammars.constraint(SamplingParams(response_format=formats[1]))
     assert again is not None
+    assert again.format is not large.format
     assert (again.matcher().mask().any(), again.matcher().error) == (True, "")
-    heap_bytes = 0
-    grammars.limit_memory()
-    assert not again.format.is_spoiled
 
 
-def test_no_answer_fails_where_it_is_enough_to_drop_what_nobody_uses(
+def test_where_formats_are_not_what_takes_the_memory_one_is_shed(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heap_bytes, now_s = 0, 100.0
+    monkeypatch.setattr(kept_formats, "heap_bytes", lambda: heap_bytes)
+    monkeypatch.setattr(kept_formats, "time", SimpleNamespace(monotonic=lambda: now_s))
+    grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[], max_in_use=6)
+    used = [grammars.constraint(SamplingParams(response_format=pattern(text).format)) for text in "abc"]
+    heap_bytes = 20 * kept_formats.FORMAT_BYTES
+    shed = grammars.shed()
+    assert shed is not None
+    used = [each for each in used if each is not None and each.format is not shed]
+    assert len(used) == 2
+    for _ in range(5):
+        now_s += 1.0
+        assert grammars.shed() is None
+    heap_bytes += 13 * kept_formats.FORMAT_BYTES
+    assert grammars.shed() is not None, "by as much again"
+
+
+def test_none_is_shed_where_it_is_enough_to_drop_what_nobody_uses(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[], max_in_use=1, max_bytes=1 << 40)
+    grammars.prepare()
     monkeypatch.setattr(
         kept_formats, "heap_bytes", lambda: 2 * kept_formats.FORMAT_BYTES * len(grammars._kept._formats)
     )
+    grammars._kept.measure_from_here()
     used, unused = [grammars.constraint(SamplingParams(response_format=pattern(text).format)) for text in ("a", "b")]
     assert used is not None
     del unused
     assert len(grammars._kept._formats) == 2
-    grammars.limit_memory()
+    assert grammars.shed() is None
     assert (len(grammars._kept._formats), used.format.is_spoiled) == (1, False)
 
 
-def test_a_format_counts_the_time_of_its_masks(tokenizer: Any) -> None:
+def test_the_tokenizer_is_no_format(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    heap_bytes = 100
+
+    class Vocabulary(structured_output._Vocabulary):
+        def __init__(self, *given: Any) -> None:
+            nonlocal heap_bytes
+            super().__init__(*given)
+            heap_bytes += 1 << 30
+
+    monkeypatch.setattr(kept_formats, "heap_bytes", lambda: heap_bytes)
+    monkeypatch.setattr(structured_output, "_Vocabulary", Vocabulary)
     grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[])
-    constraint = grammars.constraint(SamplingParams(response_format=pattern("a{9}").format))
-    assert constraint is not None
-    times_s = []
-    for _ in range(2):
-        constraint.matcher().mask()
-        times_s.append(constraint.format.masks_cpu_s)
-    assert 0.0 < times_s[0] < times_s[1]
+    grammars.prepare()
+    assert grammars._kept.grown_bytes == 0
+
+
+@pytest.mark.parametrize(("took_s", "counts"), [(0.0009, False), (0.0011, True)])
+def test_a_format_counts_the_time_of_masks_for_which_it_grew(took_s: float, counts: bool) -> None:
+    compiled = CompiledFormat(ANY, None)
+    for _ in range(3):
+        compiled.due_s(took_s)
+    assert compiled.growing_cpu_s == pytest.approx(3 * took_s if counts else 0.0)
 
 
 def test_formats_that_nobody_uses_make_room(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +214,7 @@ def test_kept_formats_take_no_more_than_they_may(tokenizer: Any) -> None:
     most = 3 << 20
     grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=[], max_bytes=most)
     parsed = [parse_response_format(pattern(f"(a{index}|b|c){{200,900}}d").format) for index in range(120)]
+    grammars.prepare()
     gc.collect()
     before = kept_formats.heap_bytes()
     grown = []

@@ -75,8 +75,10 @@ def completion_routes(service: Service) -> APIRouter:
         echoes = [""] * len(prompts)
         try:
             if body.echo:
-                async with unless_gone(request), service.making_text(sum(map(len, prompt_ids))):
-                    echoes = await service.turns.run(echoing(codec, prompts, prompt_ids))
+                given = (ids for prompt, ids in zip(prompts, prompt_ids, strict=True) if not isinstance(prompt, str))
+                with service.making_text(sum(map(len, given))):
+                    async with unless_gone(request):
+                        echoes = await service.turns.run(echoing(codec, prompts, prompt_ids))
         except InvalidArgumentError as error:
             raise BadRequestError(f"echo: {error}", param="echo") from error
         _check_echoes(body, echoes, prompt_ids)

@@ -84,8 +84,9 @@ def model_routes(service: Service, version: str) -> APIRouter:
         check_model(service, body.model)
         check_ids(service, body.tokens, "tokens")
         try:
-            async with unless_gone(request), service.making_text(len(body.tokens)):
-                text = await service.turns.run(decoding(service.codec, body.tokens))
+            with service.making_text(len(body.tokens)):
+                async with unless_gone(request):
+                    text = await service.turns.run(decoding(service.codec, body.tokens))
         except InvalidArgumentError as error:
             raise BadRequestError(str(error), param="tokens") from error
         return Response(encode_json({"prompt": text}), media_type="application/json")

@@ -81,7 +81,9 @@ def _useful(model: type[BaseModel]) -> list[str]:
     """Returns the names of the fields that are not refused."""
     fields = model.model_fields.items()
     return sorted(
-        field.alias or name for name, field in fields if not any(isinstance(each, _Refused) for each in field.metadata)
+        field.alias or name
+        for name, field in fields
+        if field.annotation is not type(None) and not any(isinstance(each, _Refused) for each in field.metadata)
     )
 
 
