@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
+import httpx2
 import pytest
 
 from fastgen.collector import collector_off
+from fastgen.errors import InvalidArgumentError
 from fastgen.serving.http import json_answers
+from fastgen.serving.http.errors import error_response
+from fastgen.serving.http.generate import GenerateBody, generate_routes
 from fastgen.serving.http.json_answers import make_large
+from fastgen.serving.http.openai.validation import FewErrors
 from fastgen.serving.isolated.queue import WorkQueue, in_turn
-from fastgen.serving.refusals import OverloadedError, UnavailableError, forget_frames
+from fastgen.serving.refusals import OverloadedError, UnavailableError
 from fastgen.serving.service import Service
 from fastgen.serving.threads import on_thread
+from tests.serving.scripted import ScriptedService, application, scripted_codec
 
 
 async def in_a_queue(work: Callable[[], Any]) -> Any:
@@ -124,10 +132,8 @@ def test_nothing_keeps_what_failed_on_a_thread_or_was_refused(call: Any, monkeyp
             begun.append(1)
             raise ZeroDivisionError
 
-        try:
+        with suppress(error):
             await call(fail)
-        except error as found:
-            forget_frames(found)
 
     async def run() -> None:
         with monkeypatch.context() as patch:
@@ -143,3 +149,55 @@ def test_nothing_keeps_what_failed_on_a_thread_or_was_refused(call: Any, monkeyp
 
     with collector_off():
         asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"model": "scripted", "prompt": "a"}),
+        ("/v1/chat/completions", {"model": "scripted", "messages": [{"role": "user", "content": "a"}]}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/generate", {"prompt": "a"}),
+    ],
+)
+def test_a_body_that_is_refused_after_its_text_was_encoded_is_freed(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = scripted_codec()
+    service: Any = ScriptedService(codec, lambda prompt_ids, sampling: ([5], "length"))
+    app = application(service)
+    app.include_router(generate_routes(service))
+
+    def refuse(*given: Any, **named: Any) -> Any:
+        raise InvalidArgumentError("too many tokens")
+
+    for name in ("encode", "encode_plain", "encode_chat", "encode_text"):
+        monkeypatch.setattr(codec, name, refuse, raising=False)
+
+    async def run() -> None:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://localhost") as client:
+            for _ in range(3):
+                answered = await client.post(path, json=body)
+                assert (answered.status_code, "too many tokens" in answered.text) == (400, True), answered.text
+        await asyncio.sleep(0.01)
+        bodies = [each for each in gc.get_objects() if issubclass(type(each), FewErrors | GenerateBody)]
+        assert bodies == []
+
+    gc.collect()
+    with collector_off():
+        asyncio.run(run())
+
+
+def test_an_error_that_is_answered_holds_no_frames() -> None:
+    def fail() -> None:
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError as error:
+            raise InvalidArgumentError("of a field") from error
+
+    with pytest.raises(InvalidArgumentError) as failed:
+        fail()
+    assert error_response(failed.value).status_code == 500
+    cause = failed.value.__cause__
+    assert cause is not None
+    assert (failed.value.__traceback__, cause.__traceback__) == (None, None)
