@@ -16,11 +16,12 @@ from fastgen.arguments import arguments_of
 from fastgen.cli import app
 from fastgen.runtime.requests import response_format
 from fastgen.runtime.sampling import kept_formats, mask_threads, structured_output
+from fastgen.serving import service
 from fastgen.serving.admission import request_limits
 from fastgen.serving.admission.bodies import MAX_LARGEST_BODIES
 from fastgen.serving.admission.request_memory import GRPC_PARTS
 from fastgen.serving.engine import recent_requests
-from fastgen.serving.http import unsent
+from fastgen.serving.http import tls, unsent
 from fastgen.serving.http.openai.messages import MAX_PARTS
 from fastgen.serving.http.openai.requests import MAX_PROMPTS
 from fastgen.serving.isolated.encoding import encoder
@@ -82,6 +83,8 @@ def test_the_table_of_bounds_without_a_flag_has_their_numbers() -> None:
         "MiB of answers by HTTP that wait for their clients": [unsent.MAX_UNSENT_BYTES / mib],
         "memory for bodies": [MAX_LARGEST_BODIES, GRPC_PARTS * MAX_LARGEST_BODIES],
         "a schema as a text, in characters": [response_format.MAX_CHARACTERS],
+        "TLS handshakes": [100 * tls._SHARE, tls._MAX_KEY_UPDATES],
+        "token ids of which texts are made at once": [service._MAX_IDS_IN_TEXTS, service._FEW_IDS],
         "lexer states of a compiled format": [structured_output._LIMITS["max_lexer_states"]],
         "kept formats": [kept_formats.MAX_KEPT, kept_formats.MOST_BYTES / mib],
         "formats of open requests": [

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import ctypes.util
 import re
 import socket
 import ssl
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ import pytest
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.http.connection import LimitedConnection
 from fastgen.serving.http.server import FLUSH_S
-from fastgen.serving.http.tls import TlsHandshake, tls_context
+from fastgen.serving.http.tls import Handshakes, TlsHandshake, handshake_cpu_s, tls_context
 from fastgen.serving.options import ConnectionLimits, ServeOptions
 from tests.serving.attacks.connections import idle_connections
 from tests.serving.attacks.harness import Target
@@ -252,3 +255,112 @@ def test_a_grpc_client_that_does_not_speak_tls_leaves_no_line(tmp_path: Path) ->
                     while client.recv(4096):
                         pass
         assert log.read_text() == before
+
+
+def test_the_time_of_a_handshake_is_known() -> None:
+    assert 1e-5 < handshake_cpu_s(tls_context(CERTIFICATE, KEY)) < 1.0
+
+
+def test_handshakes_begin_one_after_the_other_when_something_has_come() -> None:
+    begun: list[tuple[int, float]] = []
+
+    async def run() -> None:
+        handshakes = Handshakes(0.01)
+        pairs = [socket.socketpair() for _ in range(4)]
+
+        async def begin(number: int) -> None:
+            await handshakes.wait(pairs[number][0])
+            begun.append((number, time.monotonic()))
+
+        beginning = [asyncio.create_task(begin(number)) for number in range(4)]
+        await asyncio.sleep(0.02)
+        assert begun == []
+        beginning[0].cancel()
+        for number in (3, 1, 2):
+            pairs[number][1].send(b"a")
+            await asyncio.sleep(0)
+        handshakes.put_off(0.1)
+        put_off_s = time.monotonic() + 0.1
+        await asyncio.gather(*beginning[1:])
+        assert [number for number, _ in begun] == [3, 1, 2]
+        assert begun[1][1] > put_off_s - 0.001
+        for (_, earlier_s), (_, later_s) in pairwise(begun):
+            assert later_s - earlier_s > 0.04 - 0.001, "a quarter of the time"
+        for pair in pairs:
+            for each in pair:
+                each.close()
+
+    asyncio.run(run())
+
+
+def test_no_handshake_is_made_before_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many clients say hello at once; each turn of the loop has one signature at most."""
+    monkeypatch.setattr("fastgen.serving.http.server.handshake_cpu_s", lambda context: 0.02)
+
+    async def test(server: Served) -> None:
+        began_s = time.monotonic()
+        answers = await asyncio.gather(*(server.ask(post("/echo", b"a"), trusting()) for _ in range(6)))
+        assert [answer[2] for answer in answers] == [b"a"] * 6
+        assert time.monotonic() - began_s > 5 * 0.08 - 0.01
+
+    check(test, options())
+
+
+class KeyUpdates:
+    """A client by the TLS library itself, since Python cannot ask for new keys."""
+
+    def __init__(self, port: int) -> None:
+        name = ctypes.util.find_library("ssl")
+        if name is None:
+            pytest.skip("the system has no libssl")
+        self.library = ctypes.CDLL(name)
+        pointer = ctypes.c_void_p
+        for function in ("TLS_client_method", "SSL_CTX_new", "SSL_new"):
+            getattr(self.library, function).restype = pointer
+        self.library.SSL_CTX_new.argtypes = self.library.SSL_new.argtypes = [pointer]
+        self.library.SSL_set_fd.argtypes = self.library.SSL_key_update.argtypes = [pointer, ctypes.c_int]
+        self.library.SSL_connect.argtypes = self.library.SSL_do_handshake.argtypes = [pointer]
+        self.library.SSL_write.argtypes = self.library.SSL_read.argtypes = [pointer, ctypes.c_char_p, ctypes.c_int]
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=20)
+        self.socket.setblocking(True)
+        self.connection = self.library.SSL_new(self.library.SSL_CTX_new(self.library.TLS_client_method()))
+        self.library.SSL_set_fd(self.connection, self.socket.fileno())
+        assert self.library.SSL_connect(self.connection) == 1
+
+    def update(self, number: int) -> int:
+        """Asks for new keys ``number`` times, and returns how often that could be sent."""
+        for done in range(number):
+            asked = self.library.SSL_key_update(self.connection, 1) == 1
+            if not asked or self.library.SSL_do_handshake(self.connection) != 1:
+                return done
+        return number
+
+    def ask(self, request: bytes) -> bytes:
+        """Returns the answer, in chunks; empty if there is none."""
+        self.library.SSL_write(self.connection, request, len(request))
+        piece, answer = ctypes.create_string_buffer(1000), b""
+        while not answer.endswith(b"0\r\n\r\n"):
+            num_bytes = self.library.SSL_read(self.connection, piece, 1000)
+            if num_bytes <= 0:
+                break
+            answer += piece.raw[:num_bytes]
+        return answer
+
+
+def test_a_client_that_asks_for_new_keys_often_is_cut_off() -> None:
+    async def test(server: Served) -> None:
+        def run() -> None:
+            usual = KeyUpdates(server.port)
+            assert usual.update(32) == 32
+            assert usual.ask(post("/echo", b"a")).startswith(b"HTTP/1.1 200")
+            usual.update(1)
+            flood = KeyUpdates(server.port)
+            assert flood.update(300_000) < 300_000
+            for client in (usual, flood):
+                assert client.ask(post("/echo", b"a")) == b""
+                client.socket.close()
+
+        await asyncio.to_thread(run)
+        await server.until_closed()
+
+    check(test, options())

@@ -201,6 +201,8 @@ class GenerationServicer:
                 raise InvalidArgumentError("prompt: text or token_ids must be set")
 
     async def _encode_chat(self, request: Any) -> list[int]:
+        if not request.messages:
+            raise InvalidArgumentError("messages: give at least one")
         if (number := len(request.messages)) > MAX_MESSAGES:
             raise TooLargeError(f"messages: this server takes at most {MAX_MESSAGES} messages, not {number}")
         return await encode_chat(self._service.codec, await on_thread(partial(messages.conversation, request)))

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from fastgen.errors import InvalidArgumentError
 from fastgen.serving.http.connection import LimitedConnection
 from fastgen.serving.http.guard import Guard
-from fastgen.serving.http.tls import TlsHandshake, tls_context
+from fastgen.serving.http.tls import Handshakes, TlsHandshake, handshake_cpu_s, tls_context
 from fastgen.serving.http.unsent import UnsentAnswers
 from fastgen.serving.monitoring.prometheus import ServerMetrics
 from fastgen.serving.options import ServeOptions
@@ -89,7 +89,8 @@ def _config(app: ASGIApp, options: ServeOptions, metrics: ServerMetrics) -> uvic
     )
     if options.tls_cert is not None and options.tls_key is not None:
         context = tls_context(options.tls_cert, options.tls_key)
-        make_connection = partial(TlsHandshake, context, limits, metrics.refused, make_connection)
+        handshakes = Handshakes(handshake_cpu_s(context))
+        make_connection = partial(TlsHandshake, context, handshakes, limits, metrics.refused, make_connection)
     return uvicorn.Config(
         app,
         http=make_connection,  # type: ignore[arg-type]

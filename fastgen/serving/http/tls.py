@@ -1,14 +1,20 @@
-"""TLS handshakes with limits on their number and their time."""
+"""TLS handshakes with limits on their number, their time, and the time that they take from others.
+
+A handshake takes a processor milliseconds for the signature of an RSA key, in the event loop that serves all requests.
+"""
 
 from __future__ import annotations
 
+import _ssl
 import asyncio
 import socket
 import ssl
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from uvicorn.server import ServerState
 
@@ -16,10 +22,22 @@ from fastgen.errors import InvalidArgumentError
 from fastgen.serving.options import ConnectionLimits
 from fastgen.serving.refusals import Refusal
 
+# The share of the event loop's time that handshakes may take, and the most messages that one has from each side.
+_SHARE, _MAX_FLIGHTS = 0.25, 8
+# What the system may hold of a connection before it is read. The TLS library processes all of it in one turn of the
+# event loop, and 27 bytes may have it make a new key.
+_RECEIVE_BYTES = 16 << 10
+# Requests for new keys after which a connection is closed; a client makes one after gigabytes. And their numbers.
+_MAX_KEY_UPDATES, _HANDSHAKE, _KEY_UPDATE = 32, 22, 24
+# How long no handshake begins after that: what had come of the connection took some 0.05 s.
+_PENALTY_S = 0.2
+
 
 def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
     """Returns the context of a server with this certificate. Raises ``InvalidArgumentError`` if it cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    # The property that Python adds converts each number of each message; this is the one behind it.
+    vars(_ssl._SSLContext)["_msg_callback"].__set__(context, _note)
     try:
         context.load_cert_chain(certificate, key, password=bytes)  # an empty one, so that nothing is asked for
     except OSError as error:
@@ -28,6 +46,60 @@ def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
             "a passphrase"
         ) from error
     return context
+
+
+def handshake_cpu_s(context: ssl.SSLContext) -> float:
+    """Returns how much processor time one handshake takes a server with this ``context``, by trying one in memory."""
+    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    theirs.check_hostname, theirs.verify_mode = False, ssl.CERT_NONE
+    to_server, to_client, took_s = ssl.MemoryBIO(), ssl.MemoryBIO(), 0.0
+    client, server = theirs.wrap_bio(to_client, to_server), context.wrap_bio(to_server, to_client, server_side=True)
+    for _ in range(_MAX_FLIGHTS):
+        _shake(client)
+        began_s = time.thread_time()
+        is_done = _shake(server)
+        took_s += time.thread_time() - began_s
+        if is_done:
+            break
+    return took_s
+
+
+def _shake(side: ssl.SSLObject) -> bool:
+    """Goes on with the handshake of one ``side``. Returns whether it is done."""
+    try:
+        side.do_handshake()
+    except ssl.SSLWantReadError:
+        return False
+    except ssl.SSLError:  # the two sides of this library have nothing in common; others may
+        return True
+    return True
+
+
+class Handshakes:
+    """The order in which handshakes begin: so many in a second that they take at most a quarter of the loop's time, if
+    each takes ``cpu_s``. It belongs to one event loop.
+    """
+
+    def __init__(self, cpu_s: float):
+        self._pause_s, self._free_s, self._turn = cpu_s / _SHARE, 0.0, asyncio.Lock()
+
+    async def wait(self, client: socket.socket) -> None:
+        """Waits until something has come from ``client``, then for its turn."""
+        loop = asyncio.get_running_loop()
+        has_come = asyncio.Event()
+        loop.add_reader(client, has_come.set)
+        try:
+            await has_come.wait()
+        finally:
+            loop.remove_reader(client)
+        async with self._turn:
+            while (delay_s := self._free_s - time.monotonic()) > 0:
+                await asyncio.sleep(delay_s)
+            self._free_s = time.monotonic() + self._pause_s
+
+    def put_off(self, seconds: float) -> None:
+        """Has no handshake begin for so long, since a connection has taken the loop's time in another way."""
+        self._free_s = max(self._free_s, time.monotonic()) + seconds
 
 
 class TlsHandshake(asyncio.Protocol):
@@ -40,13 +112,14 @@ class TlsHandshake(asyncio.Protocol):
     def __init__(
         self,
         context: ssl.SSLContext,
+        handshakes: Handshakes,
         limits: ConnectionLimits,
         on_refused: Callable[[Refusal], None],
         make_http: Callable[..., asyncio.Protocol],
         server_state: ServerState,
         **more: Any,
     ):
-        self._context, self._limits, self._on_refused = context, limits, on_refused
+        self._context, self._handshakes, self._limits, self._on_refused = context, handshakes, limits, on_refused
         self._make_http = partial(make_http, server_state=server_state, **more)
         self._connections: set[Any] = server_state.connections
         self._work: asyncio.Task[None] | None = None
@@ -72,14 +145,21 @@ class TlsHandshake(asyncio.Protocol):
         self.shutdown()
 
     async def _shake_hands(self, client: socket.socket) -> None:
+        until_s = time.monotonic() + self._limits.header_timeout_s
         try:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
+            async with asyncio.timeout(self._limits.header_timeout_s):
+                await self._handshakes.wait(client)
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: _Secured(self._begin_http),
                 client,
                 ssl=self._context,
-                ssl_handshake_timeout=self._limits.header_timeout_s,
+                ssl_handshake_timeout=max(0.001, until_s - time.monotonic()),
                 ssl_shutdown_timeout=self._limits.write_timeout_s,  # the end of an answer may wait for its client
             )
+        except TimeoutError:
+            self._on_refused("head_time")
+            client.close()
         except ConnectionAbortedError:
             self._on_refused("head_time")
         except OSError:  # this is not TLS, or the client has left
@@ -92,9 +172,27 @@ class TlsHandshake(asyncio.Protocol):
 
     def _begin_http(self, transport: asyncio.Transport) -> None:
         self._connections.discard(self)
+        _transports[transport.get_extra_info("ssl_object")] = transport, self._handshakes, []
         http = self._make_http()
         transport.set_protocol(http)
         http.connection_made(transport)
+
+
+# By connection: its transport, what lets further ones begin, and an entry for each time that its client asked for new
+# keys.
+_transports: WeakKeyDictionary[ssl.SSLObject, tuple[asyncio.Transport, Handshakes, list[None]]] = WeakKeyDictionary()
+
+
+def _note(connection: ssl.SSLObject, direction: str, version: int, content: int, kind: int, data: bytes) -> None:
+    """Closes a connection whose client asks for new keys often: making them takes the server as long as reading some
+    kilobytes. The TLS library calls it for each message.
+    """
+    if content == _HANDSHAKE and kind == _KEY_UPDATE and direction == "read" and connection in _transports:
+        transport, handshakes, updates = _transports[connection]
+        updates.append(None)
+        if len(updates) == _MAX_KEY_UPDATES + 1:
+            transport.abort()
+            handshakes.put_off(_PENALTY_S)
 
 
 class _Secured(asyncio.Protocol):
