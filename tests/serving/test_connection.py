@@ -673,3 +673,9 @@ def test_connections_that_wait_are_accepted_many_at_a_time() -> None:
         assert num_turns <= 15
 
     check(test)
+
+
+@pytest.mark.parametrize("host", ["[::1]", "*"])
+def test_a_host_that_is_no_address_is_refused_with_what_to_write(host: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"write IPv6 addresses without brackets, and every address as 0\.0"):
+        listen(host, 0)

@@ -99,6 +99,7 @@ def test_a_server_refuses_them_and_counts_that() -> None:
                 for request, why in (
                     (ClientRequest({}, messages=[message] * (MAX_FIELDS + 1)), f"more than {MAX_FIELDS} fields"),
                     (ClientRequest({}, messages=[message] * (MAX_MESSAGES + 1)), f"at most {MAX_MESSAGES} messages"),
+                    (ClientRequest({}, messages=[]), "messages: give at least one"),
                     (ClientRequest({}, prompt=ids), f"token_ids: .* at most {MAX_TOKEN_IDS} ids"),
                     (ClientRequest({"logit_bias": biases}, prompt="a"), f"logit_bias: .* at most {MAX_BIASES} biases"),
                     (ClientRequest({}, prompt=ids[1:]), "it was read"),

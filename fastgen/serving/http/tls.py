@@ -26,7 +26,7 @@ from fastgen.serving.refusals import Refusal
 _SHARE, _MAX_FLIGHTS = 0.25, 8
 # What the system may hold of a connection before it is read. The TLS library processes all of it in one turn of the
 # event loop, and 27 bytes may have it make a new key.
-_RECEIVE_BYTES = 16 << 10
+_RECEIVE_BYTES = 32 << 10
 # Requests for new keys after which a connection is closed; a client makes one after gigabytes. And their numbers.
 _MAX_KEY_UPDATES, _HANDSHAKE, _KEY_UPDATE = 32, 22, 24
 # How long no handshake begins after that: what had come of the connection took some 0.05 s.
