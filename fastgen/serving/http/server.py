@@ -152,6 +152,6 @@ def _refused(host: str, port: int) -> Iterator[None]:
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (while ")[0]  # the rest repeats the address
         advice = "; choose another port, or end what listens there" if error.errno == errno.EADDRINUSE else ""
-        if isinstance(error, socket.gaierror):
+        if error.errno == socket.EAI_NONAME:
             advice = "; write IPv6 addresses without brackets, and every address as 0.0.0.0 or ::"
         raise InvalidArgumentError(f"cannot listen on {host}:{port}: {reason}{advice}") from error
