@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import ctypes.util
+import gc
 import re
 import socket
 import ssl
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from fastgen.errors import InvalidArgumentError
+from fastgen.serving.http import tls
 from fastgen.serving.http.connection import LimitedConnection
 from fastgen.serving.http.server import FLUSH_S
 from fastgen.serving.http.tls import Handshakes, TlsHandshake, handshake_cpu_s, tls_context
@@ -362,5 +364,17 @@ def test_a_client_that_asks_for_new_keys_often_is_cut_off() -> None:
 
         await asyncio.to_thread(run)
         await server.until_closed()
+
+    check(test, options())
+
+
+def test_connections_that_have_ended_are_forgotten() -> None:
+    async def test(server: Served) -> None:
+        for _ in range(5):
+            assert (await server.ask(post("/echo", b"a"), trusting()))[2] == b"a"
+        await server.until_closed()
+        await asyncio.sleep(0.1)
+        gc.collect()
+        assert len(tls._asked) == 0
 
     check(test, options())

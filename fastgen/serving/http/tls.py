@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from uvicorn.server import ServerState
 
@@ -119,7 +119,8 @@ class TlsHandshake(asyncio.Protocol):
         server_state: ServerState,
         **more: Any,
     ):
-        self._context, self._handshakes, self._limits, self._on_refused = context, handshakes, limits, on_refused
+        self.handshakes = handshakes
+        self._context, self._limits, self._on_refused = context, limits, on_refused
         self._make_http = partial(make_http, server_state=server_state, **more)
         self._connections: set[Any] = server_state.connections
         self._work: asyncio.Task[None] | None = None
@@ -149,7 +150,7 @@ class TlsHandshake(asyncio.Protocol):
         try:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
             async with asyncio.timeout(self._limits.header_timeout_s):
-                await self._handshakes.wait(client)
+                await self.handshakes.wait(client)
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: _Secured(self._begin_http),
                 client,
@@ -172,27 +173,33 @@ class TlsHandshake(asyncio.Protocol):
 
     def _begin_http(self, transport: asyncio.Transport) -> None:
         self._connections.discard(self)
-        _transports[transport.get_extra_info("ssl_object")] = transport, self._handshakes, []
         http = self._make_http()
+        _asked[transport.get_extra_info("ssl_object")] = _Asked(self, http)
         transport.set_protocol(http)
         http.connection_made(transport)
 
 
-# By connection: its transport, what lets further ones begin, and an entry for each time that its client asked for new
-# keys.
-_transports: WeakKeyDictionary[ssl.SSLObject, tuple[asyncio.Transport, Handshakes, list[None]]] = WeakKeyDictionary()
+class _Asked:
+    """How often the client of a connection asked for new keys. It does not keep the connection."""
+
+    def __init__(self, connection: TlsHandshake, http: asyncio.Protocol):
+        self.handshakes, self.http, self.number = connection.handshakes, ref(http), 0
+
+
+# By connection.
+_asked: WeakKeyDictionary[ssl.SSLObject, _Asked] = WeakKeyDictionary()
 
 
 def _note(connection: ssl.SSLObject, direction: str, version: int, content: int, kind: int, data: bytes) -> None:
     """Closes a connection whose client asks for new keys often: making them takes the server as long as reading some
     kilobytes. The TLS library calls it for each message.
     """
-    if content == _HANDSHAKE and kind == _KEY_UPDATE and direction == "read" and connection in _transports:
-        transport, handshakes, updates = _transports[connection]
-        updates.append(None)
-        if len(updates) == _MAX_KEY_UPDATES + 1:
-            transport.abort()
-            handshakes.put_off(_PENALTY_S)
+    if content == _HANDSHAKE and kind == _KEY_UPDATE and direction == "read" and connection in _asked:
+        asked = _asked[connection]
+        asked.number += 1
+        if asked.number == _MAX_KEY_UPDATES + 1 and (http := asked.http()) is not None:
+            http.transport.abort()  # type: ignore[attr-defined]
+            asked.handshakes.put_off(_PENALTY_S)
 
 
 class _Secured(asyncio.Protocol):
