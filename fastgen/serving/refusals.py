@@ -97,6 +97,10 @@ def forget_frames(error: BaseException) -> None:
     often the error that holds them, so all of it would stay until the garbage is collected. An idle server collects
     none.
     """
-    found: BaseException | None = error
-    while found is not None:
-        found.__traceback__, found = None, found.__cause__ or found.__context__
+    left, seen = [error], set[int]()
+    while left:
+        found = left.pop()
+        if id(found) not in seen:  # an error may be behind itself
+            seen.add(id(found))
+            found.__traceback__ = None
+            left += [each for each in (found.__cause__, found.__context__) if each is not None]

@@ -31,7 +31,7 @@ _WIDTHS: Final = (*SIZES, "word_embed_proj_dim", "q_lora_rank", "kv_lora_rank")
 _EXPERT_COUNTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
 # Keys that count or number layers: a period, or the first layer of another kind.
 _OF_LAYERS: Final = re.compile("layer|pattern|interval|step|dense|every|freq|period")
-_WINDOWS: Final = re.compile("window|local_attention|attention_span|attention_chunk")
+_WINDOWS: Final = re.compile("(window|local_attention|attention_span|attention_chunk)(_size)?$")
 
 
 def shrunk(config: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:

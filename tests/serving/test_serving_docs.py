@@ -83,7 +83,7 @@ def test_the_table_of_bounds_without_a_flag_has_their_numbers() -> None:
         "MiB of answers by HTTP that wait for their clients": [unsent.MAX_UNSENT_BYTES / mib],
         "memory for bodies": [MAX_LARGEST_BODIES, GRPC_PARTS * MAX_LARGEST_BODIES],
         "a schema as a text, in characters": [response_format.MAX_CHARACTERS],
-        "TLS handshakes": [100 * tls._SHARE, tls._MAX_KEY_UPDATES],
+        "TLS handshakes by HTTP": [100 * tls._SHARE, tls._MAX_KEY_UPDATES],
         "token ids of which texts are made at once": [service._MAX_IDS_IN_TEXTS, service._FEW_IDS],
         "lexer states of a compiled format": [structured_output._LIMITS["max_lexer_states"]],
         "kept formats": [kept_formats.MAX_KEPT, kept_formats.MOST_BYTES / mib],

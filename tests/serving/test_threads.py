@@ -201,3 +201,10 @@ def test_an_error_that_is_answered_holds_no_frames() -> None:
     cause = failed.value.__cause__
     assert cause is not None
     assert (failed.value.__traceback__, cause.__traceback__) == (None, None)
+
+
+def test_an_error_that_is_behind_itself_is_answered() -> None:
+    """So is the refusal of a body that FastAPI gives an error of its own."""
+    first, second = InvalidArgumentError("of a field"), ZeroDivisionError()
+    first.__context__, second.__cause__ = second, first
+    assert error_response(first).status_code == 500

@@ -271,7 +271,7 @@ def test_handshakes_begin_one_after_the_other_when_something_has_come() -> None:
         pairs = [socket.socketpair() for _ in range(4)]
 
         async def begin(number: int) -> None:
-            await handshakes.wait(pairs[number][0])
+            assert await handshakes.may_begin(pairs[number][0])
             begun.append((number, time.monotonic()))
 
         beginning = [asyncio.create_task(begin(number)) for number in range(4)]
@@ -279,7 +279,7 @@ def test_handshakes_begin_one_after_the_other_when_something_has_come() -> None:
         assert begun == []
         beginning[0].cancel()
         for number in (3, 1, 2):
-            pairs[number][1].send(b"a")
+            pairs[number][1].send(bytes((22, 3, 1)))
             await asyncio.sleep(0)
         handshakes.put_off(0.1)
         put_off_s = time.monotonic() + 0.1
@@ -293,6 +293,30 @@ def test_handshakes_begin_one_after_the_other_when_something_has_come() -> None:
                 each.close()
 
     asyncio.run(run())
+
+
+def test_a_client_that_has_left_or_sends_no_handshake_takes_no_turn() -> None:
+    async def run() -> None:
+        handshakes = Handshakes(60.0)
+        ours, theirs = socket.socketpair()
+        for sent in (b"GET", b""):
+            if sent:
+                theirs.send(sent)
+            else:
+                ours.recv(3)
+                theirs.close()
+            async with asyncio.timeout(10.0):
+                assert await handshakes.may_begin(ours) is bool(sent)
+        ours.close()
+
+    asyncio.run(run())
+
+
+def test_connections_that_ask_for_keys_put_handshakes_off_together() -> None:
+    handshakes = Handshakes(0.0)
+    for _ in range(100):
+        handshakes.put_off(0.1)
+    assert handshakes._free_s - time.monotonic() <= 0.1
 
 
 def test_no_handshake_is_made_before_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,4 +114,4 @@ def is_after(module: str) -> bool:
 def says_final(norm: str) -> bool:
     """Returns whether the name of a norm outside the layers says that it is the last one, or nothing else."""
     found = set(words(norm.rpartition(".")[2]))
-    return found <= _NORM_ALONE or bool(found & _LAST)
+    return found <= _NORM_ALONE or (bool(found & _LAST) and not found & {"emb", "embed", "embedding", "embeddings"})

@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 from weakref import WeakSet, WeakValueDictionary, ref
 
 from fastgen.runtime.requests.response_format import ResponseFormat
@@ -25,6 +26,8 @@ _SHARE_IN_USE, LEAST_IN_USE = 16, 4
 MOST_GROWTH = 2
 # How long the requests with a format may take to end, and by how much less a heap is then that the format took.
 _ENDING_S, _LEAST_FREED_BYTES = 2.0, 1 << 20
+# Processor time for which formats grow to take some megabytes.
+_GROWING_CPU_S = 0.05
 
 
 def most_kept_bytes(memory_bytes: int) -> int:
@@ -35,6 +38,17 @@ def most_kept_bytes(memory_bytes: int) -> int:
 def most_in_use(memory_bytes: int) -> int:
     """Returns how many formats open requests may have at once on a machine with so much memory."""
     return max(LEAST_IN_USE, memory_bytes // _SHARE_IN_USE // FORMAT_BYTES)
+
+
+class _Shed(NamedTuple):
+    """A format that was spoiled for its memory, the growth of the heap then, for how long other formats in use had
+    grown, and when that was.
+    """
+
+    format: ref[CompiledFormat]
+    grown_bytes: int
+    others_cpu_s: float
+    at_s: float
 
 
 class KeptFormats:
@@ -50,8 +64,8 @@ class KeptFormats:
         self._all: WeakSet[CompiledFormat] = WeakSet()
         self._max_bytes = max_bytes
         self._first_bytes = 0
-        # The format that was spoiled last for its memory, the growth of the heap then, and when that was.
-        self._shed: tuple[ref[CompiledFormat], int, float] | None = None
+        # The format that was spoiled last for its memory, until that is known to have helped.
+        self._shed: _Shed | None = None
 
     def measure_from_here(self) -> None:
         """Notes the size of the heap before anything is compiled."""
@@ -84,25 +98,30 @@ class KeptFormats:
         """If the heap has grown by more than ``most_bytes``, drops what no request uses. If that is not enough, spoils
         and returns the format in use that has grown for the longest time; the caller ends its requests.
 
-        Once these have ended, the heap must be smaller. If not, the memory is not that of formats, and no further one
-        is spoiled until the heap has grown by as much again.
+        Once these have ended, the heap must be smaller. If it is not, though no format has grown meanwhile, the memory
+        is not that of formats. What is beyond :data:`FORMAT_BYTES` for each then counts no longer.
         """
+        in_use = [each for each in self._all if each.users]
+        growing_cpu_s = sum(each.growing_cpu_s for each in in_use)
         if self._shed is not None:
-            shed, grown_bytes, at_s = self._shed
-            if shed() is not None and time.monotonic() - at_s < _ENDING_S:
+            shed = self._shed
+            if shed.format() is not None and time.monotonic() - shed.at_s < _ENDING_S:
                 return None
             self._shed = None
-            if self.grown_bytes > grown_bytes - _LEAST_FREED_BYTES:
-                self._first_bytes += self.grown_bytes
+            is_as_large = self.grown_bytes > shed.grown_bytes - _LEAST_FREED_BYTES
+            if is_as_large and growing_cpu_s - shed.others_cpu_s < _GROWING_CPU_S:
+                self._first_bytes += max(0, self.grown_bytes - FORMAT_BYTES * len(in_use))
         if self.grown_bytes <= most_bytes:
             return None
         self.drop_unused()
-        grown_bytes, in_use = self.grown_bytes, [each for each in self._all if each.users]
+        grown_bytes = self.grown_bytes
         if grown_bytes <= most_bytes or not in_use:
             return None
         largest = max(in_use, key=lambda each: each.growing_cpu_s)
         largest.is_spoiled = True
-        self._shed = ref(largest), grown_bytes, time.monotonic()
+        if self._formats.get(largest.response_format) is largest:
+            del self._formats[largest.response_format]
+        self._shed = _Shed(ref(largest), grown_bytes, growing_cpu_s - largest.growing_cpu_s, time.monotonic())
         return largest
 
     def drop_unused(self) -> None:

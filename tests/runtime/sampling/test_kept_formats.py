@@ -124,8 +124,9 @@ def test_of_formats_that_take_too_much_memory_the_one_that_grew_for_the_longest_
     assert (again.matcher().mask().any(), again.matcher().error) == (True, "")
 
 
+@pytest.mark.parametrize("others_grow", [False, True])
 def test_where_formats_are_not_what_takes_the_memory_one_is_shed(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, others_grow: bool
 ) -> None:
     heap_bytes, now_s = 0, 100.0
     monkeypatch.setattr(kept_formats, "heap_bytes", lambda: heap_bytes)
@@ -137,11 +138,20 @@ def test_where_formats_are_not_what_takes_the_memory_one_is_shed(
     assert shed is not None
     used = [each for each in used if each is not None and each.format is not shed]
     assert len(used) == 2
+    left = weakref.ref(shed)
+    shed = None
+    assert left() is None, "its memory is freed when its requests have ended"
+    if others_grow:
+        assert used[0] is not None
+        used[0].format.growing_cpu_s += 0.1
+        assert grammars.shed() is used[0].format
+        return
     for _ in range(5):
         now_s += 1.0
         assert grammars.shed() is None
-    heap_bytes += 13 * kept_formats.FORMAT_BYTES
-    assert grammars.shed() is not None, "by as much again"
+    assert grammars._kept.grown_bytes == 2 * kept_formats.FORMAT_BYTES, "what formats may take"
+    heap_bytes += 11 * kept_formats.FORMAT_BYTES
+    assert grammars.shed() is not None
 
 
 def test_none_is_shed_where_it_is_enough_to_drop_what_nobody_uses(
