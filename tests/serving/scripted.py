@@ -28,7 +28,7 @@ from fastgen.serving.http.openai.completions import completion_routes
 from fastgen.serving.http.openai.models import model_routes
 from fastgen.serving.http.openai.responses.routes import responses_routes
 from fastgen.serving.http.sagemaker import sagemaker_routes
-from fastgen.serving.service import Running
+from fastgen.serving.service import Running, Service
 from fastgen.serving.tools.formats import ToolFormat
 
 MODEL = "scripted"
@@ -73,6 +73,7 @@ class ScriptedService:
     ):
         self.codec, self._answer, self._at_once = codec, answer, at_once
         self.turns = Turns(1)
+        self.making_text = Service({"model": MODEL}).making_text
         self.facts = SimpleNamespace(max_model_len=max_model_len, vocab_size=len(codec.tokenizer))
         self.asked: list[tuple[list[int], SamplingParams]] = []
         self._cancelled: set[EngineRequest] = set()

@@ -387,6 +387,7 @@ def test_slots_are_wanted_too_while_requests_wait_for_formats_of_others(process:
     grammars: Any = _Grammars()
     grammars.used |= {ResponseFormat("regex", text) for text in "xy"}
     grammars.slots_are_wanted, grammars.constraint = wanted.append, lambda sampling: None
+    grammars.shed = lambda: None
     process.loop._formats = FormatThread(grammars)
     process.next_status()
     process.engine.grammars = grammars

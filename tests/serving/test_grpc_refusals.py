@@ -414,7 +414,7 @@ def test_only_methods_with_a_stream_of_answers_ask_the_engine_for_one() -> None:
     async def run() -> None:
         async with served(service) as address, grpc.aio.insecure_channel(address) as channel:
             for method in ("Generate", "GenerateStream", "Chat", "ChatStream"):
-                request = b"" if method.startswith("Chat") else b"\x0a\x01a"
+                request = b"\x0a\x03\x0a\x01u" if method.startswith("Chat") else b"\x0a\x01a"  # a message by "u"
                 call = channel.unary_stream(f"/fastgen.v1.Generation/{method}")(request)
                 assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
 

@@ -16,7 +16,7 @@ _LACKING: Final = (
     ),
     ("chunks?|chunked", "attention in chunks"),
     ("encoder|cross|cross_attention", "encoder, and no attention to one"),
-    ("temperature|temperature_tuning|llama_4_scaling", "factor on queries that depends on the position"),
+    ("temperature|temperature_tuning|4_scaling", "factor on queries that depends on the position"),
     ("output_gate|attention_gate|attn_gate", "gate on the output of an attention"),
     ("(?<![qvo]_)lora|adapters?", "adapters: merge them into the weights"),  # `q_lora_rank` is of latent attention
     ("bidirectional|mask(?!_)|prefix_lm", "attention other than causal"),  # `mask_token_id` is of the tokenizer
