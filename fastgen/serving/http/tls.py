@@ -27,8 +27,10 @@ _SHARE, _MAX_FLIGHTS = 0.25, 8
 # What the system may hold of a connection before it is read. The TLS library processes all of it in one turn of the
 # event loop, and 27 bytes may have it make a new key.
 _RECEIVE_BYTES = 64 << 10
-# Requests for new keys after which a connection is closed; a client makes one after gigabytes. And their numbers.
-_MAX_KEY_UPDATES, _HANDSHAKE, _KEY_UPDATE = 32, 22, 24
+# Requests for new keys after which a connection is closed: an honest client makes one after gigabytes.
+_MAX_KEY_UPDATES = 32
+# The numbers of a handshake's records, and of a message among them that asks for new keys (RFC 8446, B.1 and B.3).
+_HANDSHAKE, _KEY_UPDATE = 22, 24
 _HANDSHAKE_RECORD = bytes((_HANDSHAKE,))
 # How long no handshake begins after that: what had come of the connection took some 0.05 s.
 _PENALTY_S = 0.1
