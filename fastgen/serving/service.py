@@ -117,8 +117,8 @@ class Service:
 
     @contextmanager
     def making_text(self, num_ids: int) -> Iterator[None]:
-        """Is entered to make a text of so many token ids. Raises ``OverloadedError`` if others are made of so many that
-        all together would take too much memory.
+        """Counts ``num_ids`` token ids until the block ends, in which their text is made. Raises ``OverloadedError`` if
+        those of all texts under way would take too much memory.
         """
         counted = num_ids if num_ids > _FEW_IDS else 0
         if counted and self._num_ids_in_texts and self._num_ids_in_texts + counted > _MAX_IDS_IN_TEXTS:

@@ -80,18 +80,19 @@ def _windows(recipe: Recipe, case: Case, spec: ModelSpec) -> Iterator[Disagreeme
             has, other = ("no", "one") if window is None else ("a", "none")
             message = f"layer {index} has {has} window, the reference has {other}"
             yield Disagreement("numbers", node, message, (attention.node.path,), f"window {index}")
-        if window is None or window == theirs or (theirs is None and (windowed is not None or not longest)):
+        # If a prompt is longer than the window, a difference shows in the outputs.
+        if window is None or window == theirs or min(window, theirs or window) <= longest:
             continue
-        if min(window, theirs if isinstance(theirs, int) else window) <= longest:
-            continue  # if a prompt is longer than the window, a difference shows in the outputs
-        node = node_at(recipe, f"{attention.node.path}.sliding_window")
         message = f"layer {index} sees {window} tokens, the reference {theirs}"
         if theirs is None:
+            if windowed is not None or not longest:  # the reference has none, or nothing is run in this case
+                continue
             message = (
                 f"layer {index} sees {window} tokens, and no prompt has more than {longest}, so nothing shows whether "
                 "the reference does so, since its configuration has no sliding_window; give a checkpoint whose "
                 "config.json states a smaller number"
             )
+        node = node_at(recipe, f"{attention.node.path}.sliding_window")
         yield Disagreement("numbers", node, message, (attention.node.path,), f"window {index}")
 
 

@@ -31,6 +31,7 @@ _WIDTHS: Final = (*SIZES, "word_embed_proj_dim", "q_lora_rank", "kv_lora_rank")
 _EXPERT_COUNTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
 # Keys that count or number layers: a period, or the first layer of another kind.
 _OF_LAYERS: Final = re.compile("layer|pattern|interval|step|dense|every|freq|period")
+# Keys that say how many tokens a token sees.
 _WINDOWS: Final = re.compile("(window|local_attention|attention_span|attention_chunk)(_size)?$")
 
 
@@ -50,17 +51,14 @@ def shrunk(config: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any
     name = _stated("max_positions", config)
     if name is not None and config[name] < _LEAST_POSITIONS:
         smaller[name] = _LEAST_POSITIONS
-    return smaller | {key: _WINDOW for key, value in config.items() if _is_window(key) and _is_count(value, _WINDOW)}
+    return smaller | {
+        key: _WINDOW for key, value in config.items() if _WINDOWS.search(key) and _is_count(value, _WINDOW)
+    }
 
 
 def differences(config: Mapping[str, Any], smaller: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Returns the numbers that were changed: by key the old and the new one."""
     return {key: (config[key], value) for key, value in smaller.items() if value != config[key] and _is_count(value)}
-
-
-def _is_window(key: str) -> bool:
-    """Returns whether the name says that this is how many tokens a token sees."""
-    return bool(_WINDOWS.search(key)) and not _OF_LAYERS.search(key)
 
 
 def _is_count(value: object, above: int = 0) -> TypeGuard[int]:

@@ -410,7 +410,7 @@ def test_a_question_that_nobody_waits_for_is_cancelled(monkeypatch: pytest.Monke
 
 def test_all_requests_with_a_format_that_is_too_large_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that run, and those that wait for a slot."""
-    engine = SimulatedServer(
+    engine: Any = SimulatedServer(
         StepCost.linear(step_s=0.01, token_s=0.0), token_budget=64, max_num_seqs=2, num_blocks=64
     ).engine
     source = TimedMasks([0.0] * 10_000)
@@ -423,12 +423,12 @@ def test_all_requests_with_a_format_that_is_too_large_end(monkeypatch: pytest.Mo
             )
     engine.step()
     assert engine.scheduler.num_waiting == 4
-    engine.grammars = SimpleNamespace(shed=lambda: formats[0])  # type: ignore[assignment]
+    engine.grammars = SimpleNamespace(shed=lambda: formats[0])
     end_large_formats(engine, generations)
     assert [each.finished for each in generations] == [True, False, True, False, True, False]
     (completion,) = generations[0].completions
     assert (completion.finish_reason, completion.error) == ("error", formats_of_engine._TOO_LARGE)
-    engine.grammars = SimpleNamespace(shed=lambda: None)  # type: ignore[assignment]
+    engine.grammars = SimpleNamespace(shed=lambda: None)
     end_large_formats(engine, generations)
     engine.grammars = None
     end_large_formats(engine, generations)
@@ -438,11 +438,11 @@ def test_all_requests_with_a_format_that_is_too_large_end(monkeypatch: pytest.Mo
 
 
 def test_the_memory_of_formats_is_looked_at_with_each_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = SimulatedServer(
+    engine: Any = SimulatedServer(
         StepCost.linear(step_s=0.01, token_s=0.0), token_budget=64, max_num_seqs=4, num_blocks=64
     ).engine
     looks, turns = list[int](), count()
-    engine.grammars = SimpleNamespace(  # type: ignore[assignment]
+    engine.grammars = SimpleNamespace(
         prepare=lambda: None, slots_are_wanted=lambda are_wanted: None, shed=lambda: looks.append(1)
     )
     monkeypatch.setattr(engine_process, "STATUS_S", 0.0)

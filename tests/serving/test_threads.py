@@ -112,7 +112,7 @@ def test_texts_of_so_many_token_ids_are_made_at_once_and_no_more() -> None:
 
 
 class Large:
-    """What a request gives."""
+    """Stands for a large body."""
 
 
 @pytest.mark.parametrize("call", [on_thread, make_large, lambda work: in_turn(len, work), in_a_queue])

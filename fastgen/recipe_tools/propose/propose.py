@@ -96,13 +96,7 @@ def propose(config: Mapping[str, Any], shapes: Mapping[str, Shape], recipes: Seq
     tree = Proposer(structure, keys, helpful, evidence.num_layers, evidence.layers_at).tree()
     maker = _Maker(config, shapes, recipes, _name(config, recipes))
     try:
-        try:
-            whole = maker.make(written(tree), None)
-        except RecipeError as error:
-            if not (error.node or "").endswith(".rotary.scaling"):
-                raise
-            tree = _with_scaling_asked(tree, error.message.partition(";")[0])
-            whole = maker.make(written(tree), None)
+        tree, whole = _whole(maker, tree)
     except RecipeError as error:
         raise CheckpointError(
             f"config.json and the tensors do not describe one model: {error.node}: {error.message}"
@@ -114,6 +108,19 @@ def propose(config: Mapping[str, Any], shapes: Mapping[str, Shape], recipes: Seq
             best = variant
             break
     return maker.proposal(best, nearest)
+
+
+def _whole(maker: _Maker, tree: Node) -> tuple[Node, _Made]:
+    """Returns ``tree`` and its recipe. A rotary mapping that the language does not read becomes a question. Raises
+    :class:`RecipeError`.
+    """
+    try:
+        return tree, maker.make(written(tree), None)
+    except RecipeError as error:
+        if not (error.node or "").endswith(".rotary.scaling"):
+            raise
+        asked = _with_scaling_asked(tree, error.message.partition(";")[0])
+        return asked, maker.make(written(asked), None)
 
 
 def _with_scaling_asked(node: Node, why: str) -> Node:

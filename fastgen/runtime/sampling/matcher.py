@@ -34,6 +34,7 @@ MAX_SLOW_MASKS = 3
 MAX_AWAITED_CPU_S = 0.3
 # The beginning of the library's message where the lexer that all answers in a format share has reached a limit.
 _LEXER_ERROR = "lexer error"
+# The weight of the latest mask in the average time of a format's masks.
 _WEIGHT_OF_LATEST = 0.01
 # Most masks take less where the lexer has seen all that may come.
 _KNOWN_MASK_CPU_S = 0.001

@@ -349,7 +349,7 @@ class EngineLoop:
             connection.report(status if connection is self._connections.parent else None)
         if status is not None:
             self._reported_s = now_s
-            end_large_formats(self._engine, [opened.generation for opened in self._open.values()])
+            end_large_formats(self._engine, (opened.generation for opened in self._open.values()))
 
     def _status(self) -> Status:
         scheduler = self._engine.scheduler

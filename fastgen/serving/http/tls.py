@@ -131,8 +131,7 @@ class TlsHandshake(asyncio.Protocol):
         server_state: ServerState,
         **more: Any,
     ):
-        self.handshakes = handshakes
-        self._context, self._limits, self._on_refused = context, limits, on_refused
+        self._context, self._handshakes, self._limits, self._on_refused = context, handshakes, limits, on_refused
         self._make_http = partial(make_http, server_state=server_state, **more)
         self._connections: set[Any] = server_state.connections
         self._work: asyncio.Task[None] | None = None
@@ -162,7 +161,7 @@ class TlsHandshake(asyncio.Protocol):
         try:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
             async with asyncio.timeout(self._limits.header_timeout_s):
-                if not await self.handshakes.may_begin(client):
+                if not await self._handshakes.may_begin(client):
                     client.close()
                     return
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -188,7 +187,7 @@ class TlsHandshake(asyncio.Protocol):
     def _begin_http(self, transport: asyncio.Transport) -> None:
         self._connections.discard(self)
         http = self._make_http()
-        _asked[transport.get_extra_info("ssl_object")] = _Asked(self, http)
+        _asked[transport.get_extra_info("ssl_object")] = _Asked(self._handshakes, http)
         transport.set_protocol(http)
         http.connection_made(transport)
 
@@ -196,8 +195,8 @@ class TlsHandshake(asyncio.Protocol):
 class _Asked:
     """How often the client of a connection asked for new keys. It does not keep the connection."""
 
-    def __init__(self, connection: TlsHandshake, http: asyncio.Protocol):
-        self.handshakes, self.http, self.number = connection.handshakes, ref(http), 0
+    def __init__(self, handshakes: Handshakes, http: Any):
+        self.handshakes, self.http, self.number = handshakes, ref(http), 0
 
 
 # By connection.
@@ -212,7 +211,7 @@ def _note(connection: ssl.SSLObject, direction: str, version: int, content: int,
         asked = _asked[connection]
         asked.number += 1
         if asked.number == _MAX_KEY_UPDATES + 1 and (http := asked.http()) is not None:
-            http.transport.abort()  # type: ignore[attr-defined]
+            http.transport.abort()
             asked.handshakes.put_off(_PENALTY_S)
 
 

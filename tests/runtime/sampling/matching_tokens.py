@@ -1,4 +1,4 @@
-"""What the matcher of a format allows, and the texts of tokens."""
+"""Helpers for tests of masks: the matcher of a format, the tokens that it allows, and the text of each token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the clients' own process adds to the gaps that it sees."""
+"""The clients' process measures how late its own event loop is, since that makes gaps longer."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _LONGEST_NAME: Final = 64  # of a field that is compared with the known ones
 
 
 class _Refused(BeforeValidator):
-    """The validator of a field that is refused, so that nobody is told to use that field."""
+    """Marks a field that is always refused, so that no error suggests it."""
 
 
 def refused(why: str, *, unless: Any = None) -> BeforeValidator:
